@@ -1,0 +1,1 @@
+"""What every other room stands on: errors and exit codes, units, durable files, locks, process identity."""

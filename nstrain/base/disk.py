@@ -1,0 +1,230 @@
+"""Files that survive `kill -9` and a power cut.
+
+A file that another process or a later launch reads is written whole or not at all: write to a temporary name beside
+it, fsync, rename, fsync the directory. Ownership is a `flock`, which the kernel drops when its holder dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from nstrain.base.errors import DiskFull, NstrainError, Refusal
+
+PARTIAL_SUFFIX = ".partial"
+"""Ends the name of whatever is being written; anything that carries it is garbage once its writer is gone."""
+
+
+def canonical_json(value: Any) -> bytes:
+    """One byte string for one value: sorted keys, no spaces, UTF-8. What is hashed is written in this form."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def pretty_json(value: Any) -> bytes:
+    """JSON for files that people read: two spaces, in the order of the fields."""
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def sha256_bytes(data: bytes) -> str:
+    """SHA-256 in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal, with bounded memory."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def fsync_dir(path: Path) -> None:
+    """Make renames and creations inside a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def disk_full_is_named(path: Path) -> Iterator[None]:
+    """Turn the operating system's no-space errors into a `DiskFull` that says where, and what is free there."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        parent = next(p for p in (path, *path.parents) if p.exists())
+        free = shutil.disk_usage(parent).free
+        raise DiskFull(
+            f"{path}: cannot be written ({os.strerror(error.errno)}); {free:,} bytes are free there. "
+            "Free space on that file system (or raise the file size limit) and run the same command again."
+        ) from error
+
+
+def write_durable(path: Path, data: bytes) -> None:
+    """Write a new file and fsync it (not its directory). Raises `DiskFull`."""
+    with disk_full_is_named(path), path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def atomic_write(path: Path, data: bytes | str) -> None:
+    """Replace a file as a whole: after a crash at any instant it holds the old bytes or the new ones.
+
+    One writer a file is assumed (the rule of this project), so the temporary name is fixed and a leftover of a killed
+    writer is simply overwritten. Raises `DiskFull`.
+    """
+    temporary = path.with_name(path.name + PARTIAL_SUFFIX)
+    try:
+        write_durable(temporary, data.encode() if isinstance(data, str) else data)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    os.replace(temporary, path)
+    fsync_dir(path.parent)
+
+
+def atomic_write_json(path: Path, value: Any) -> None:
+    """`atomic_write` of a value as JSON for people."""
+    atomic_write(path, pretty_json(value))
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file's value. Raises `Refusal` naming the file if it is missing, unreadable or not JSON."""
+    try:
+        return json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+    except FileNotFoundError:
+        raise Refusal(f"{path}: no such file") from None
+    except OSError as error:
+        raise Refusal(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise Refusal(f"{path}: expected JSON, found something else ({error})") from None
+
+
+@contextlib.contextmanager
+def directory_by_rename(final: Path) -> Iterator[Path]:
+    """Build a directory under a temporary name; it appears under its own name whole, or not at all.
+
+    Yields the temporary directory. Raises `Refusal` if `final` exists and is not an empty directory.
+    """
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise Refusal(f"{final}: exists already; name a new directory, or remove this one first")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = final.with_name(f".{final.name}{PARTIAL_SUFFIX}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with disk_full_is_named(final):
+            temporary.mkdir()
+            yield temporary
+            for directory, _, files in os.walk(temporary):
+                for name in files:
+                    with open(os.path.join(directory, name), "rb") as file:
+                        os.fsync(file.fileno())
+                fsync_dir(Path(directory))
+            os.rename(temporary, final)
+            fsync_dir(final.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+GLANCE_S = 0.2
+"""How long a lock is tried at least: `held_elsewhere` of another process holds it for an instant."""
+
+
+class FileLock:
+    """An exclusive `flock` on a file, held until released or until this process is gone.
+
+    The holder's pid is written into the file so that whoever meets the lock can say who holds it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd: int | None = None
+
+    def try_acquire(self) -> bool:
+        """Take the lock if it is free; says whether it is now ours."""
+        assert self._fd is None, f"{self.path} is locked by this object already"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return False
+        with contextlib.suppress(OSError):  # a full disk must not keep anyone from a lock; the pid is for people
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, str(os.getpid()).encode(), 0)
+        self._fd = fd
+        return True
+
+    def holder(self) -> int | None:
+        """The pid that the last holder wrote, if any."""
+        try:
+            return int(self.path.read_text())
+        except (OSError, ValueError):
+            return None
+
+    def held_elsewhere(self) -> bool:
+        """Whether another open file holds the lock now."""
+        if self._fd is not None or not self.path.exists():
+            return False
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # Shared, so that two who look at once don't take each other for a holder.
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+    def acquire(self, what: str, wait_s: float = 0.0, on_wait: Callable[[int | None], None] | None = None) -> FileLock:
+        """Take the lock, waiting at most `wait_s` for a holder that is about to go (an orphan, say).
+
+        `on_wait(pid)` is called once when the wait begins, so that it can be shown. Raises `NstrainError`
+        naming the holder if the lock is not free in time.
+        """
+        deadline = time.monotonic() + max(wait_s, GLANCE_S)
+        told = False
+        while not self.try_acquire():
+            if not told and on_wait is not None and wait_s > 0:
+                on_wait(self.holder())
+                told = True
+            if time.monotonic() >= deadline:
+                raise NstrainError(
+                    f"{what} is held by process {self.holder()} ({self.path}); "
+                    "wait until it ends, or stop it, then run the same command again"
+                )
+            time.sleep(0.05)
+        return self
+
+    def release(self) -> None:
+        """Give the lock back (the file stays: removing it would let two holders lock two files)."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __enter__(self) -> FileLock:
+        assert self._fd is not None, "acquire the lock before entering it"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

@@ -1,0 +1,1 @@
+"""What a person writes - host.json and run.json - read and validated once, at the door."""

@@ -1,0 +1,77 @@
+"""host.json: what is true of this machine and not of a line.
+
+Read by every command before anything else, and its `env` is set before torch or triton can be imported; children
+inherit both. The file is `$NSTRAIN_HOST`, or ~/.nstrain/host.json; without one the defaults hold.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pydantic
+
+from nstrain.base.errors import Refusal
+from nstrain.settings.model import Settings, load
+
+HOST_FILE_VARIABLE = "NSTRAIN_HOST"
+
+
+class HostSettings(Settings):
+    """Settings of the host; every field is optional."""
+
+    neuronspark: str | None = None
+    """Directory that holds the model package `neuronspark` to train (default: the one that comes with nstrain)."""
+    env: dict[str, str] = pydantic.Field(default_factory=dict)
+    """Environment variables set for every command and its children, before torch is imported."""
+    work_root: str | None = None
+    """Directory under which `data init` and `new` place lines that are named without a path separator."""
+    tokenizer: str | None = None
+    """The tokenizer.json that `data init` uses when none is named."""
+
+
+def host_file() -> Path:
+    """Where host.json is, whether it exists or not."""
+    named = os.environ.get(HOST_FILE_VARIABLE)
+    return Path(named) if named else Path.home() / ".nstrain" / "host.json"
+
+
+def load_host() -> HostSettings:
+    """The host's settings. Raises `Refusal` if a file that `$NSTRAIN_HOST` names is missing, or if one is wrong."""
+    path = host_file()
+    if not path.exists():
+        if os.environ.get(HOST_FILE_VARIABLE):
+            raise Refusal(f"{path}: named by ${HOST_FILE_VARIABLE}, but there is no such file")
+        return HostSettings()
+    host = load(HostSettings, path)
+    if host.neuronspark is not None and not (Path(host.neuronspark) / "neuronspark" / "__init__.py").is_file():
+        raise Refusal(
+            f"{path}: field 'neuronspark': expected a directory that holds the package neuronspark/, "
+            f"found {host.neuronspark!r}"
+        )
+    return host
+
+
+def enter_host() -> HostSettings:
+    """Load host.json and put it into force in this process and, through the environment, in its children.
+
+    Must run before torch is imported, which is why it refuses to run after.
+    """
+    host = load_host()
+    if host.env or host.neuronspark:
+        assert "torch" not in sys.modules, "host.json must be read before torch is imported"
+    os.environ.update(host.env)
+    if host.neuronspark is not None:
+        path = str(Path(host.neuronspark).resolve())
+        if path not in sys.path:
+            sys.path.insert(0, path)
+    return host
+
+
+def place(name: str, host: HostSettings) -> Path:
+    """A line's directory from what was typed: a bare name lies under `work_root`, anything else is a path."""
+    path = Path(name).expanduser()
+    if host.work_root is not None and not path.is_absolute() and len(path.parts) == 1 and name not in (".", ".."):
+        return Path(host.work_root) / path
+    return path.resolve()

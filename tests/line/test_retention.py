@@ -1,0 +1,105 @@
+"""Which checkpoints stay."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nstrain.line.checkpoint import newest_good, write_checkpoint
+from nstrain.line.paths import LinePaths
+from nstrain.line.retention import Found, apply_retention, find_checkpoints, keep
+
+K, R, X = True, False, None  # kept, rolling, unreadable
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "latest", "keep_last", "stay"),
+    [
+        # Numbers, not strings, decide: u9 < u10 < u100 (and nine digits are more than eight).
+        ({9: R, 10: R, 100: R}, 100, 1, {100}),
+        ({9: R, 10: R, 100: R}, 100, 2, {10, 100}),
+        ({99_999_998: R, 99_999_999: R, 100_000_000: R}, 100_000_000, 2, {99_999_999, 100_000_000}),
+        # A limit of one keeps the newest, never nothing.
+        ({10: R}, 10, 1, {10}),
+        ({10: R, 20: R}, 20, 1, {20}),
+        # Kept ones stay for ever and take no rolling one's place.
+        ({0: K, 10: R, 20: K, 30: R, 40: R}, 40, 2, {0, 20, 30, 40}),
+        ({0: K, 10: R, 20: R, 30: K}, 30, 1, {0, 20, 30}),
+        # `latest` stays though newer ones exist; those are an abandoned continuation's and go, kept or not.
+        ({10: R, 20: R, 30: R, 40: K}, 20, 1, {20}),
+        ({10: R, 20: R, 30: R}, 20, 2, {10, 20}),
+        ({0: K, 100: R, 40: R}, 40, 2, {0, 40}),
+        # What cannot be read takes no place and is left for a person; beyond `latest` it goes.
+        ({10: R, 20: X, 30: R}, 30, 2, {10, 20, 30}),
+        ({10: R, 20: X, 30: R}, 30, 1, {20, 30}),
+        ({10: R, 20: X}, 10, 1, {10}),
+        # `latest` names something that is not there: nothing more is lost than the rule takes.
+        ({10: R, 20: R}, 25, 1, {20}),
+        # Without a `latest` nothing is known of the line, so nothing goes.
+        ({10: R, 20: R, 30: K, 40: X}, None, 1, {10, 20, 30, 40}),
+        ({}, 10, 2, set()),
+    ],
+)
+def test_table(checkpoints: dict[int, bool | None], latest: int | None, keep_last: int, stay: set[int]) -> None:
+    assert keep([Found(*item) for item in checkpoints.items()], latest, keep_last) == stay
+
+
+@given(
+    st.dictionaries(st.integers(0, 200), st.sampled_from([True, False, None]), min_size=1),
+    st.integers(1, 4),
+    st.data(),
+)
+def test_what_must_stay_stays_and_the_rest_is_bounded(
+    kinds: dict[int, bool | None], keep_last: int, data: st.DataObject
+) -> None:
+    latest = data.draw(st.sampled_from(sorted(kinds)))
+    found = [Found(*item) for item in kinds.items()]
+    stay = keep(found, latest, keep_last)
+    assert latest in stay
+    assert all(update in stay for update, kind in kinds.items() if kind is True and update <= latest)
+    rolling = sorted(update for update, kind in kinds.items() if kind is False and update <= latest)
+    assert [update for update in rolling if update in stay] == rolling[-keep_last:]
+    assert max(stay) <= latest
+    assert keep(found[::-1], latest, keep_last) == stay
+    assert keep([Found(update, kinds[update]) for update in stay], latest, keep_last) == stay
+
+
+def test_a_lines_directory_stays_bounded_while_it_trains(paths: LinePaths, make_checkpoint: Any) -> None:
+    for update in range(0, 101, 10):
+        write_checkpoint(paths, make_checkpoint(update, kept=update in (0, 50)))
+        removed = apply_retention(paths, keep_last=2)
+        assert len(removed) <= 1
+    assert sorted(os.listdir(paths.checkpoints)) == ["latest", "u00000000", "u00000050", "u00000090", "u00000100"]
+    assert newest_good(paths) == paths.checkpoint(100)
+
+
+def test_a_stale_higher_number_never_costs_the_line_its_newest(paths: LinePaths, make_checkpoint: Any) -> None:
+    for update in (10, 20, 900):
+        write_checkpoint(paths, make_checkpoint(update))
+    write_checkpoint(paths, make_checkpoint(30))
+    assert apply_retention(paths, keep_last=1) == ["u00000010", "u00000020", "u00000900"]
+    assert newest_good(paths) == paths.checkpoint(30)
+
+
+def test_unreadable_directories_are_seen_and_left(paths: LinePaths, make_checkpoint: Any) -> None:
+    for update in (10, 20, 30, 40):
+        write_checkpoint(paths, make_checkpoint(update))
+    (paths.checkpoint(10) / "state.json").write_text("{")
+    (paths.checkpoint(20) / "state.json").unlink()
+    (paths.checkpoints / "u00000035.partial").mkdir()
+    assert find_checkpoints(paths) == [Found(10, None), Found(20, None), Found(30, False), Found(40, False)]
+    assert apply_retention(paths, keep_last=1) == ["u00000030"]
+    assert paths.checkpoint_updates() == [10, 20, 40]
+
+
+def test_garbage_under_the_name_that_a_deletion_uses_does_not_stop_it(paths: LinePaths, make_checkpoint: Any) -> None:
+    for update in (10, 20):
+        write_checkpoint(paths, make_checkpoint(update))
+    shutil.copytree(paths.checkpoint(10), paths.checkpoints / "u00000010.partial")
+    apply_retention(paths, keep_last=1)
+    assert sorted(os.listdir(paths.checkpoints)) == ["latest", "u00000020"]
