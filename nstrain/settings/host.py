@@ -13,9 +13,8 @@ from pathlib import Path
 import pydantic
 
 from nstrain.base.errors import Refusal
+from nstrain.settings.host_file import HOST_FILE_VARIABLE, host_file
 from nstrain.settings.model import Settings, load
-
-HOST_FILE_VARIABLE = "NSTRAIN_HOST"
 
 
 class HostSettings(Settings):
@@ -29,12 +28,6 @@ class HostSettings(Settings):
     """Directory under which `data init` and `new` place lines that are named without a path separator."""
     tokenizer: str | None = None
     """The tokenizer.json that `data init` uses when none is named."""
-
-
-def host_file() -> Path:
-    """Where host.json is, whether it exists or not."""
-    named = os.environ.get(HOST_FILE_VARIABLE)
-    return Path(named) if named else Path.home() / ".nstrain" / "host.json"
 
 
 def load_host() -> HostSettings:
@@ -72,6 +65,7 @@ def enter_host() -> HostSettings:
 def place(name: str, host: HostSettings) -> Path:
     """A line's directory from what was typed: a bare name lies under `work_root`, anything else is a path."""
     path = Path(name).expanduser()
-    if host.work_root is not None and not path.is_absolute() and len(path.parts) == 1 and name not in (".", ".."):
+    bare = os.sep not in name and not path.is_absolute() and name not in ("", ".", "..")
+    if host.work_root is not None and bare:
         return Path(host.work_root) / path
     return path.resolve()

@@ -1,0 +1,97 @@
+"""What several commands share: names to paths, tables, progress."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from nstrain.settings.host_file import host_is_set
+
+
+def resolve(name: str) -> Path:
+    """A line's directory from what was typed (a bare name lies under host.json's work_root)."""
+    if not host_is_set():
+        return Path(name).expanduser().resolve()
+    from nstrain.settings.host import load_host, place
+
+    return place(name, load_host())
+
+
+def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as text, drawn for the width of the terminal (100 columns elsewhere)."""
+    from rich.console import Console
+    from rich.table import Table
+
+    drawn = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for index, head in enumerate(heads):
+        drawn.add_column(head, justify="left" if index == 0 else "right", overflow="fold")
+    for row in rows:
+        drawn.add_row(*row)
+    terminal = sys.stdout.isatty()
+    out = io.StringIO()
+    Console(file=out, width=None if terminal else 110, force_terminal=terminal).print(drawn)
+    return out.getvalue().rstrip("\n")
+
+
+class Bars:
+    """Progress of named steps: live bars on a terminal, a line now and then elsewhere."""
+
+    PLAIN_EVERY_S = 5.0
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+        self._live = sys.stderr.isatty()
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[amount]}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            disable=not self._live,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._amounts: dict[str, int] = {}
+        self._said_at = time.monotonic()
+
+    def set(self, step: str, share: float) -> None:
+        """A step is done to a share of 0 ... 1."""
+        self._update(step, share, f"{share:4.0%}")
+
+    def add(self, step: str, size: int) -> None:
+        """A step of unknown length has done another so many bytes."""
+        from nstrain.base.units import human_bytes
+
+        self._amounts[step] = self._amounts.get(step, 0) + size
+        self._update(step, None, human_bytes(self._amounts[step]))
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self._progress.console.print(text, highlight=False, markup=False)
+
+    def _update(self, step: str, share: float | None, amount: str) -> None:
+        if step not in self._tasks:
+            self._tasks[step] = self._progress.add_task(step, total=None if share is None else 1.0, amount="")
+        self._progress.update(self._tasks[step], completed=share, amount=amount)
+        if not self._live and time.monotonic() - self._said_at > self.PLAIN_EVERY_S:
+            self._said_at = time.monotonic()
+            self.say(f"{step}: {amount.strip()}")
+
+    def __enter__(self) -> Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+@contextlib.contextmanager
+def progress_bars() -> Iterator[Bars]:
+    """Bars for the length of a block, on standard error."""
+    with Bars() as bars:
+        yield bars

@@ -1,0 +1,64 @@
+"""`nstrain`: the commands, and what is common to them - host.json first, errors as one message, exit codes.
+
+Nothing heavy is imported until a command needs it: `--help` and `status` answer at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from nstrain import __version__
+from nstrain.base.errors import ExitCode, NstrainError
+from nstrain.cli import data, lines
+
+app = typer.Typer(
+    help="Pre-train NeuronSpark language models on streamed text: exactly resumable, unattended.",
+    epilog="Exit codes: 0 done, 1 failed, 2 bad configuration or input, 3 stopped on request.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(data.app, name="data")
+lines.register(app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"nstrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Put host.json into force before any command runs."""
+    from nstrain.settings.host_file import host_is_set
+
+    if host_is_set():
+        from nstrain.settings.host import enter_host
+
+        enter_host()
+
+
+def main() -> None:
+    """Entry point: runs a command; an error that a person can act on is one message and an exit code."""
+    try:
+        app(standalone_mode=True)
+    except NstrainError as error:
+        print(f"nstrain: {error}", file=sys.stderr)
+        sys.exit(int(error.exit_code))
+    except BrokenPipeError:
+        # Whoever read our output has closed it (head, a pager): not an error of ours.
+        sys.stderr.close()
+        sys.exit(int(ExitCode.DONE))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""consumers/ID.json: where each training line is, by its newest committed checkpoint.
+
+A cycle stays on disk until every consumer is past it. The first entry is made by `nstrain new`; later ones by the
+trainer, after a checkpoint is committed and never before.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pydantic
+
+from nstrain.base.disk import atomic_write_json
+from nstrain.settings.model import Settings, dump, load
+
+
+class Consumer(Settings):
+    """A training line's position in a data line: the next row that it will train."""
+
+    format: Literal[1] = 1
+    """Version of this file's format."""
+    id: str
+    """The training line's id."""
+    run: str
+    """Its directory when this was written."""
+    cycle: int = pydantic.Field(ge=1)
+    """Cycle of the next row; a line that finished cycle k stands at k + 1, row 0."""
+    row: int = pydantic.Field(ge=0)
+    """The next row in that cycle's order."""
+    tokens: int = pydantic.Field(ge=0)
+    """Tokens trained, skipped updates included."""
+
+
+def write_consumer(work: Path, id: str, cycle: int, row: int, tokens: int, run: Path) -> None:
+    """Record a training line's committed position, replacing its entry as a whole."""
+    consumer = Consumer(id=id, run=str(run), cycle=cycle, row=row, tokens=tokens)
+    directory = work / "consumers"
+    directory.mkdir(exist_ok=True)
+    atomic_write_json(directory / f"{id}.json", dump(consumer))
+
+
+def read_consumers(work: Path) -> list[Consumer]:
+    """Every consumer's entry, by id. Raises `Refusal` for a file that is not one."""
+    return [load(Consumer, path) for path in sorted((work / "consumers").glob("*.json"))]

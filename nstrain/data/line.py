@@ -1,0 +1,218 @@
+"""A data line's directory: line.json, the pinned lists, the tokenizer's copy; opened once, then only read.
+
+line.json      what the line is; written by `data init`, grows only at its schedule's end
+tokenizer.json the tokenizer's own copy, pinned by its hash
+sources/NAME/files.parquet   the pinned list of a source's files
+state.json     what is prepared          preparer.json  what the preparer does now (both the preparer's)
+val/           held-out text             cycles/000001/ a prepared cycle       manifests/000001.json  for ever
+open/NAME/     tokens of opened files: a cache        consumers/ID.json  where each training line is
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pydantic
+
+from nstrain.base.disk import sha256_bytes
+from nstrain.base.errors import Refusal
+from nstrain.data.encode import ENCODING_VERSION, Encoder
+from nstrain.data.opened import OpenedFiles
+from nstrain.data.order import ORDER_VERSION, derive_key
+from nstrain.data.schedule import CyclePlan, Piece, Schedule
+from nstrain.data.sources import Listing, SourceSettings
+from nstrain.settings.model import Settings, load
+
+LINE_FORMAT: Literal[1] = 1
+
+
+class TokenizerPin(Settings):
+    """The tokenizer a line was made with."""
+
+    sha256: str
+    """Of tokenizer.json's bytes."""
+    vocabulary_size: int
+    """Token ids are below this."""
+    canary_sha256: str
+    """Of the ids it gave a fixed text in `data init`: another library that encodes otherwise is refused."""
+
+
+class PinnedSource(Settings):
+    """A source and the hash of its pinned file list."""
+
+    settings: SourceSettings
+    listing_sha256: str
+    """Of the list's content (`Listing.digest`)."""
+    files: int
+    """Files in the list."""
+    bytes: int
+    """Their bytes."""
+
+
+class LineSettings(Settings):
+    """line.json."""
+
+    format: Literal[1] = LINE_FORMAT
+    """Version of this file's format."""
+    id: str
+    """The line's own name: a hash of everything here but the schedule and the places of local sources."""
+    order_version: int
+    """ORDER_VERSION the line was made with; gates."""
+    encoding_version: int
+    """ENCODING_VERSION the line was made with; gates."""
+    seed: int
+    """Keys the order of files and windows."""
+    eos_id: int
+    """The token after every document."""
+    tokenizer: TokenizerPin
+    unit_tokens: int = pydantic.Field(gt=0)
+    """The longest row of the line; every row length divides it."""
+    open_files: int = pydantic.Field(ge=1)
+    """Files of a stratum that stay open together."""
+    schedule: tuple[Piece, ...]
+    """Pieces of cycles; only grows at its end."""
+    sources: tuple[PinnedSource, ...]
+    """In the recipe's order."""
+
+    def fixed_id(self) -> str:
+        """What `id` must be. A field at its default does not count, so that a later field with one changes no id."""
+        fixed = self.model_dump(mode="json", exclude={"id", "schedule"}, exclude_defaults=True)
+        for source in fixed["sources"]:
+            del source["settings"]["path"]
+        return derive_key("line", fixed).hex()[:16]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataLine:
+    """An opened data line."""
+
+    work: Path
+    settings: LineSettings
+    schedule: Schedule
+    _listings: dict[str, Listing] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def open(cls, work: Path) -> DataLine:
+        """Open a line. Raises `Refusal` if it is not one, or was made by code whose order or encoding differs."""
+        path = work / "line.json"
+        if not path.exists():
+            raise Refusal(f"{work} is not a data line (no line.json); make one with `nstrain data init --work {work}`")
+        settings = load(LineSettings, path)
+        for name, theirs, ours in (
+            ("ORDER_VERSION", settings.order_version, ORDER_VERSION),
+            ("ENCODING_VERSION", settings.encoding_version, ENCODING_VERSION),
+        ):
+            if theirs != ours:
+                raise Refusal(
+                    f"{path}: made with {name} {theirs}, this nstrain has {ours}; continue it with the nstrain that "
+                    "made it, or make a new line"
+                )
+        if settings.id != settings.fixed_id():
+            raise Refusal(
+                f"{path}: was edited: its id is {settings.id}, its fields hash to {settings.fixed_id()}. All but the "
+                "schedule and the sources' paths keep their value for the line's life; put back the original, or make "
+                "a new line"
+            )
+        names = [source.settings.name for source in settings.sources]
+        for piece in settings.schedule:
+            if list(piece.recipe) != [name for name in names if name in piece.recipe]:
+                raise Refusal(
+                    f"{path}: a recipe of the schedule has {', '.join(piece.recipe)}; expected some of the line's "
+                    f"sources in their order: {', '.join(names)}"
+                )
+        return cls(work, settings, Schedule(settings.schedule, settings.unit_tokens))
+
+    @property
+    def id(self) -> str:
+        """The line's own name."""
+        return self.settings.id
+
+    @property
+    def eos_id(self) -> int:
+        """The token after every document."""
+        return self.settings.eos_id
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self.settings.tokenizer.vocabulary_size
+
+    @property
+    def token_dtype(self) -> np.dtype[Any]:
+        """How tokens are stored in token files."""
+        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+
+    @property
+    def unit_tokens(self) -> int:
+        """The longest row."""
+        return self.settings.unit_tokens
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """All sources, in the line's order."""
+        return tuple(source.settings.name for source in self.settings.sources)
+
+    @property
+    def cycle_count(self) -> int | None:
+        """Cycles of the schedule; None if it is open-ended."""
+        return self.schedule.cycle_count
+
+    @property
+    def total_tokens(self) -> int | None:
+        """Target tokens of the schedule; None if it is open-ended."""
+        return self.schedule.total_tokens
+
+    def cycle_plan(self, cycle: int) -> CyclePlan:
+        """What the schedule says of a cycle, from 1."""
+        return self.schedule.cycle(cycle)
+
+    def source(self, name: str) -> SourceSettings:
+        """A source's settings by name."""
+        return next(s.settings for s in self.settings.sources if s.settings.name == name)
+
+    def listing(self, name: str) -> Listing:
+        """A source's pinned files."""
+        if name not in self._listings:
+            pinned = next(s for s in self.settings.sources if s.settings.name == name)
+            path = self.work / "sources" / name / "files.parquet"
+            self._listings[name] = Listing.load(path, pinned.listing_sha256)
+        return self._listings[name]
+
+    def encoder(self) -> Encoder:
+        """The line's encoder, proven to give the ids it gave when the line was made. Raises `Refusal`."""
+        path = self.work / "tokenizer.json"
+        if not path.exists():
+            raise Refusal(f"{path}: missing; put back the tokenizer with sha256 {self.settings.tokenizer.sha256}")
+        data = path.read_bytes()
+        if sha256_bytes(data) != self.settings.tokenizer.sha256:
+            raise Refusal(
+                f"{path}: has sha256 {sha256_bytes(data)}, the line was made with {self.settings.tokenizer.sha256}; "
+                "put the original back"
+            )
+        encoder = Encoder(data, self.eos_id, str(path))
+        if encoder.canary_sha256 != self.settings.tokenizer.canary_sha256:
+            raise Refusal(
+                f"{path}: the installed tokenizers library gives other ids than the one that made the line; "
+                "install the version that made it"
+            )
+        return encoder
+
+    def opened_files(self, name: str, encoder: Encoder, on_open: Callable[[], None] = lambda: None) -> OpenedFiles:
+        """The opened files of a source, cached under open/; `on_open` is called before each that is not there yet."""
+        return OpenedFiles(self.work / "open" / name, self.source(name), self.listing(name), encoder, on_open)
+
+    def cycle_directory(self, cycle: int) -> Path:
+        """Where a prepared cycle lies."""
+        return self.work / "cycles" / f"{cycle:06d}"
+
+    def manifest_path(self, cycle: int) -> Path:
+        """Where a cycle's permanent manifest lies."""
+        return self.work / "manifests" / f"{cycle:06d}.json"
+
+    def is_ready(self, cycle: int) -> bool:
+        """Whether a cycle is on disk, complete."""
+        return (self.cycle_directory(cycle) / "READY").exists()

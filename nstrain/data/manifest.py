@@ -1,0 +1,93 @@
+"""A cycle's manifest: permanent, hashed, and enough to make the cycle again.
+
+It pins the schedule's piece, the versions, the tokenizer, every file that the cycle drew from with its hash, by segment
+and file the range of documents taken, the shares by stratum, the tail carried in and out, the hashes of the token
+files, and the complete state of every source before and after. Its bytes are canonical JSON; docs/reference/manifest.md
+describes every field.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nstrain.base.disk import canonical_json, sha256_bytes
+from nstrain.base.errors import Refusal
+from nstrain.data.encode import ENCODING_VERSION
+from nstrain.data.line import DataLine
+from nstrain.data.order import ORDER_VERSION
+from nstrain.data.schedule import CyclePlan
+from nstrain.data.state import SourceState
+
+MANIFEST_FORMAT = 1
+
+
+def manifest_head(line: DataLine, plan: CyclePlan) -> dict[str, Any]:
+    """The part of a manifest that is known before anything is drawn."""
+    return {
+        "format": MANIFEST_FORMAT,
+        "line": line.id,
+        "cycle": plan.cycle,
+        "order_version": ORDER_VERSION,
+        "encoding_version": ENCODING_VERSION,
+        "seed": line.settings.seed,
+        "eos_id": line.eos_id,
+        "tokenizer_sha256": line.settings.tokenizer.sha256,
+        "token_dtype": line.token_dtype.str,
+        "unit_tokens": plan.unit_tokens,
+        "open_files": line.settings.open_files,
+        "recipe": dict(zip(plan.sources, plan.shares, strict=True)),
+        "order": list(plan.sources),
+        "piece": plan.piece,
+        "first_token": plan.first_token,
+        "cycle_tokens": plan.tokens,
+        "segment_units": plan.segment_units,
+        "segments": plan.segments,
+    }
+
+
+def encode_manifest(manifest: dict[str, Any]) -> tuple[bytes, str]:
+    """A manifest's bytes and their SHA-256."""
+    data = canonical_json(manifest) + b"\n"
+    return data, sha256_bytes(data)
+
+
+def load_manifest(path: Path, expected_sha256: str | None = None) -> dict[str, Any]:
+    """A manifest. Raises `Refusal` if it is missing, damaged, or not the one that was expected."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise Refusal(f"{path}: no manifest of that cycle; it has not been prepared yet") from None
+    if expected_sha256 is not None and sha256_bytes(data) != expected_sha256:
+        raise Refusal(
+            f"{path}: expected sha256 {expected_sha256}, found {sha256_bytes(data)}; a manifest never changes: "
+            "restore it"
+        )
+    try:
+        manifest: dict[str, Any] = json.loads(data)
+        if canonical_json(manifest) + b"\n" != data or manifest["format"] != MANIFEST_FORMAT:
+            raise ValueError("not in the canonical form of this format")
+    except (ValueError, KeyError, TypeError) as error:
+        raise Refusal(f"{path}: not a manifest ({error}); restore it") from None
+    return manifest
+
+
+def refuse_edited_past(line: DataLine, manifest: dict[str, Any]) -> None:
+    """Refuse a line that says something else of a prepared cycle than its manifest, naming the first difference."""
+    cycle = manifest["cycle"]
+    for name, now in manifest_head(line, line.cycle_plan(cycle)).items():
+        if manifest[name] != now:
+            raise Refusal(
+                f"{line.work / 'line.json'}: cycle {cycle} was prepared with {name} {manifest[name]!r}, found {now!r}; "
+                "what is prepared never changes and a schedule only grows at its end: put the old value back"
+            )
+
+
+def states_before(line: DataLine, cycle: int) -> dict[str, SourceState]:
+    """Every source's state as a cycle begins: what the manifest of the cycle before holds."""
+    if cycle == 1:
+        return {name: SourceState.initial(len(line.listing(name).strata)) for name in line.source_names}
+    manifest = load_manifest(line.manifest_path(cycle - 1))
+    refuse_edited_past(line, manifest)
+    return {name: SourceState.from_json(state) for name, state in manifest["after"].items()}

@@ -1,0 +1,229 @@
+"""Held-out text: collected once by `nstrain data val`, cut into validation rows of any length.
+
+A source's held-out documents are gathered stratum by stratum, reading files in their pinned order until there is
+enough; which files a cycle opens does not depend on it. Rows are cut inside one stratum's tokens. Strata whose held-out
+text cannot fill a row of the line's unit are pooled, and named as such. A source's loss is the sum over its groups of
+weight times the mean loss of the group's rows; the weights - each stratum's share of the pinned bytes - are stored here
+and stay for the line's life.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nstrain.base.disk import canonical_json, directory_by_rename, read_json, sha256_bytes
+from nstrain.base.errors import Refusal
+from nstrain.data.encode import Encoder
+from nstrain.data.line import DataLine
+from nstrain.data.order import refuse_row_length
+from nstrain.data.readers import read_documents
+
+VALIDATION_FORMAT = 1
+DEFAULT_UNITS = 16
+"""Units of held-out tokens that `data val` gathers for a source, unless told otherwise."""
+
+
+@dataclasses.dataclass
+class _Gathered:
+    """The held-out text of one stratum."""
+
+    tokens: list[npt.NDArray[np.int64]] = dataclasses.field(default_factory=list)
+    count: int = 0
+    documents: int = 0
+    files_read: int = 0
+
+
+def collect_held_out(
+    line: DataLine,
+    tokens_per_source: int | None = None,
+    progress: Callable[[str, float], None] = lambda source, share: None,
+) -> dict[str, Any]:
+    """Build val/ and return its index; the directory appears whole or not at all.
+
+    `tokens_per_source` is how many held-out tokens to gather of a source (default 16 units), each stratum's part by its
+    bytes but at least one row of the unit where it has them. Raises `Refusal` if val/ exists (its rows are fixed for
+    life), or if a source's held-out text cannot fill one row.
+    """
+    target = tokens_per_source or DEFAULT_UNITS * line.unit_tokens
+    encoder = line.encoder()
+    with directory_by_rename(line.work / "val") as directory:
+        sources = {}
+        for name in line.source_names:
+            gathered, leak = _gather(line, name, encoder, target, progress)
+            groups, stream = _groups(line, name, gathered)
+            data = stream.astype(line.token_dtype).tobytes()
+            (directory / f"{name}.bin").write_bytes(data)
+            sources[name] = {
+                "identity": line.source(name).identity.hex(),
+                "held_out": line.source(name).held_out,
+                "tokens": len(stream),
+                "documents": sum(g.documents for g in gathered),
+                "sha256": sha256_bytes(data),
+                "control_tokens_per_million": leak,
+                "groups": groups,
+            }
+        index = {
+            "format": VALIDATION_FORMAT,
+            "line": line.id,
+            "unit_tokens": line.unit_tokens,
+            "sources": sources,
+        }
+        (directory / "index.json").write_bytes(canonical_json(index))
+    return index
+
+
+def _gather(
+    line: DataLine, name: str, encoder: Encoder, target: int, progress: Callable[[str, float], None]
+) -> tuple[list[_Gathered], dict[str, float]]:
+    """Held-out documents by stratum, and the control tokens a million: by the library's default, and by ours."""
+    source, listing = line.source(name), line.listing(name)
+    markers = encoder.marker_ids(source.markers, name)
+    sizes = listing.bytes_by_stratum
+    gathered = [_Gathered() for _ in listing.strata]
+    default_control = default_total = plain_control = plain_total = 0
+    marker_ids = np.array(sorted(markers.values()), np.int64)
+    added = np.setdiff1d(np.array(sorted(encoder.vocabulary.added.values()), np.int64), marker_ids)
+    for stratum, into in enumerate(gathered):
+        want = max(line.unit_tokens + 1, -(-target * sizes[stratum] // max(1, sum(sizes))))
+        for file in listing.files[stratum]:
+            if into.count >= want:
+                break
+            into.files_read += 1
+            texts = [t for t in read_documents(source, file) if t is not None and source.is_held_out(t)]
+            for ids in encoder.encode(texts, markers):
+                plain_control += int(np.isin(ids, added).sum())
+                plain_total += len(ids)
+                into.tokens.append(np.append(ids, encoder.eos_id))
+                into.count += len(ids) + 1
+                into.documents += 1
+            if texts:
+                control, total = encoder.control_tokens_by_default(texts)
+                default_control, default_total = default_control + control, default_total + total
+        progress(name, (stratum + 1) / len(gathered))
+    return gathered, {
+        "library_default": 1e6 * default_control / max(1, default_total),
+        "plain_text": 1e6 * plain_control / max(1, plain_total),
+    }
+
+
+def _groups(line: DataLine, name: str, gathered: list[_Gathered]) -> tuple[list[dict[str, Any]], npt.NDArray[np.int64]]:
+    """Strata as groups that can each fill a row of the unit, and their tokens one after another.
+
+    Strata that cannot are pooled; if the pool cannot either, the smallest of the others join it.
+    """
+    listing, row = line.listing(name), line.unit_tokens + 1
+    by_size = sorted(range(len(gathered)), key=lambda i: (gathered[i].count, i))
+    pooled = [i for i in by_size if gathered[i].count < row]
+    others = by_size[len(pooled) :]
+    while pooled and sum(gathered[i].count for i in pooled) < row:
+        if not others:
+            found = sum(g.count for g in gathered)
+            raise Refusal(
+                f"source {name}: its held-out documents have {found:,} tokens, a validation row takes {row:,}; hold "
+                f"out more than {line.source(name).held_out:.2%} of it, use a smaller unit, or add text, in a new line"
+            )
+        pooled.append(others.pop(0))
+    members = [sorted(pooled)] if pooled else []
+    members += [[i] for i in sorted(others)]
+    sizes = listing.bytes_by_stratum
+    groups, parts, start = [], [], 0
+    for strata in members:
+        tokens = [part for i in strata for part in gathered[i].tokens]
+        count = sum(len(part) for part in tokens)
+        groups.append(
+            {
+                "strata": [listing.strata[i] for i in strata],
+                "pooled": strata == sorted(pooled),
+                "start": start,
+                "tokens": count,
+                "weight_bytes": sum(sizes[i] for i in strata),
+            }
+        )
+        parts += tokens
+        start += count
+    return groups, np.concatenate(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class ValidationRow:
+    """A held-out row and its part in its source's loss."""
+
+    source: str
+    stratum: str
+    """The stratum it is cut from; pooled ones joined by '+'."""
+    weight: float
+    """Its source's loss is the sum of weight * mean loss over the source's rows; the weights sum to 1."""
+    tokens: npt.NDArray[np.int64]
+    """[row_tokens + 1]"""
+
+
+@dataclasses.dataclass(frozen=True)
+class ValidationRows:
+    """The validation rows of one length."""
+
+    row_tokens: int
+    rows: tuple[ValidationRow, ...]
+
+    @classmethod
+    def open(cls, line: DataLine, row_tokens: int, rows_per_source: int) -> ValidationRows:
+        """Cut the rows: of each source `rows_per_source`, each group at least one, the rest by weight.
+
+        A source with more groups than that has a row of each; one with too little text has all it gives. Raises
+        `Refusal` if `data val` has not run or its files are damaged.
+        """
+        refuse_row_length(row_tokens, line.unit_tokens)
+        index = load_index(line)
+        rows: list[ValidationRow] = []
+        for name in line.source_names:
+            entry = index["sources"][name]
+            path = line.work / "val" / f"{name}.bin"
+            data = path.read_bytes() if path.exists() else b""
+            if sha256_bytes(data) != entry["sha256"]:
+                raise Refusal(f"{path} is damaged; remove {path.parent} and run `nstrain data val` again")
+            stream = np.frombuffer(data, line.token_dtype).astype(np.int64)
+            rows += _cut(name, entry["groups"], stream, row_tokens, rows_per_source)
+        return cls(row_tokens, tuple(rows))
+
+
+def load_index(line: DataLine) -> dict[str, Any]:
+    """val/index.json. Raises `Refusal` if `data val` has not run."""
+    path = line.work / "val" / "index.json"
+    if not path.exists():
+        raise Refusal(f"{line.work}: has no held-out rows yet; run `nstrain data val --work {line.work}`")
+    index: dict[str, Any] = read_json(path)
+    if index.get("format") != VALIDATION_FORMAT or index.get("line") != line.id:
+        raise Refusal(f"{path}: not the held-out index of this line; remove val/ and run `nstrain data val` again")
+    return index
+
+
+def _cut(
+    name: str, groups: list[dict[str, Any]], stream: npt.NDArray[np.int64], row_tokens: int, rows: int
+) -> list[ValidationRow]:
+    available = [(group["tokens"] - 1) // row_tokens for group in groups]
+    weights = [group["weight_bytes"] for group in groups]
+    counts = _apportion(rows, weights, available)
+    cut = []
+    for group, count, weight in zip(groups, counts, weights, strict=True):
+        stratum = "+".join(group["strata"])
+        part = float(Fraction(weight, sum(weights) * count))
+        for row in range(count):
+            start = group["start"] + row * row_tokens
+            cut.append(ValidationRow(name, stratum, part, stream[start : start + row_tokens + 1]))
+    return cut
+
+
+def _apportion(rows: int, weights: list[int], available: list[int]) -> list[int]:
+    """At least one row a group, then each further row to the group with the most weight a row (ties: the first)."""
+    counts = [1] * len(weights)
+    while sum(counts) < rows:
+        open_groups = [i for i in range(len(counts)) if counts[i] < available[i]]
+        if not open_groups:
+            break
+        counts[max(open_groups, key=lambda i: (Fraction(weights[i], counts[i]), -i))] += 1
+    return counts

@@ -1,0 +1,323 @@
+"""`nstrain check`: everything that a start would refuse, found before it, all at once and without occupying a device.
+
+A check either says what it found or raises the `Refusal` that a start would raise. One that stands on another which
+failed is not carried out and says so. The quick ones read no large file and load no torch; the supervisor runs them
+before each launch (the trainer repeats the others in its own way).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from nstrain.base.disk import sha256_file
+from nstrain.base.errors import NstrainError, Refusal
+from nstrain.base.units import human_bytes, human_count
+from nstrain.data.line import DataLine
+from nstrain.data.order import refuse_row_length
+from nstrain.data.sources import PinnedFile, resolve_inside
+from nstrain.data.val import ValidationRows, load_index
+from nstrain.line.checkpoint import TENSOR_FILES, newest_good, read_latest, read_state, refuse_lost_checkpoints
+from nstrain.line.paths import LinePaths
+from nstrain.line.retention import find_checkpoints
+from nstrain.ops.consumer import refuse_shared_entry
+from nstrain.record.journal import Journal
+from nstrain.record.local_disk import refuse_network_file_system
+from nstrain.settings.run import METRICS_VERSION, RunSettings, load_run, refuse_changed_fields
+
+STATES_OF_A_PARAMETER = len(TENSOR_FILES)
+"""fp32 tensors that a checkpoint holds for each parameter: its value and two moments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    name: str
+    """What was looked at."""
+    ok: bool | None
+    """Whether it is in order; None if it was not looked at, because a check that it stands on failed."""
+    message: str
+    """What was found; of a failure also what was expected and how to mend it."""
+
+
+def check_line(
+    run: Path,
+    *,
+    quick: bool = False,
+    deep: bool = False,
+    on_file: Callable[[str, int], None] = lambda source, size: None,
+) -> list[Finding]:
+    """Run the start checks of a line, in order; nothing is written.
+
+    `quick` leaves out those that read large files or load torch. `deep` hashes every file of the sources instead of
+    comparing sizes; `on_file(source, bytes)` is called for each. Raises `Refusal` only if `run` is not a line at all.
+    """
+    paths = LinePaths(run.resolve())
+    if not paths.run_json.exists():
+        raise Refusal(f"{run} is not a training line (no run.json); make one with `nstrain new`")
+    checks = _Checks(paths, deep, on_file)
+    findings: dict[str, Finding] = {}
+    for check in CHECKS:
+        if quick and not check.quick:
+            continue
+        missing = [name for name in check.needs if name in findings and not findings[name].ok]
+        if missing:
+            message = f"not checked: it needs {' and '.join(missing)} to be in order"
+            findings[check.name] = Finding(check.name, None, message)
+            continue
+        try:
+            findings[check.name] = Finding(check.name, True, check.function(checks))
+        except (NstrainError, OSError) as error:
+            findings[check.name] = Finding(check.name, False, str(error))
+    return list(findings.values())
+
+
+def refuse_failed(findings: list[Finding]) -> None:
+    """Raise one `Refusal` with every failure among findings, if there is one."""
+    failures = [f"{finding.name}: {finding.message}" for finding in findings if finding.ok is False]
+    if failures:
+        raise Refusal("\n".join(failures))
+
+
+class _Checks:
+    """The checks of one line; each leaves what those that stand on it need."""
+
+    def __init__(self, paths: LinePaths, deep: bool, on_file: Callable[[str, int], None]) -> None:
+        self.paths, self.deep, self.on_file = paths, deep, on_file
+        self.settings: RunSettings
+        self.line: DataLine
+        self.newest: Path | None = None
+        self.parameters: int | None = None
+
+    def run_json(self) -> str:
+        self.settings = settings = load_run(self.paths.run_json)
+        if settings.metrics != METRICS_VERSION:
+            raise Refusal(
+                f"{self.paths.run_json}: field 'metrics' is {settings.metrics}, this nstrain records version "
+                f"{METRICS_VERSION}; go on with the nstrain that began the line, or make a new line"
+            )
+        return f"{settings.model.preset} on {settings.device}, line {settings.id}"
+
+    def unchanged(self) -> str:
+        latest = read_latest(self.paths)
+        if latest is None:
+            return "no checkpoint yet: every field may still be edited"
+        state = read_state(self.paths.checkpoint(latest))
+        where = str(self.paths.run_json)
+        if state["id"] != self.settings.id:
+            raise Refusal(
+                f"{self.paths.checkpoint(latest)}: belongs to line {state['id']!r}, run.json is of "
+                f"{self.settings.id!r}; put the line's own checkpoints back"
+            )
+        refuse_changed_fields(state["settings"], self.settings, where)
+        return f"as trained up to update {latest}"
+
+    def data_line(self) -> str:
+        self.line = line = DataLine.open(Path(self.settings.data.work))
+        cycles = "an open-ended schedule" if line.cycle_count is None else f"{line.cycle_count} cycles"
+        tokens = "" if line.total_tokens is None else f", {human_count(line.total_tokens)} tokens"
+        return f"{line.work}: {cycles}{tokens} of {', '.join(line.source_names)}"
+
+    def row_lengths(self) -> str:
+        for piece in self.settings.rows:
+            refuse_row_length(piece.row_tokens, self.line.unit_tokens)
+            count = self.line.cycle_count
+            if count is not None and piece.from_cycle > count:
+                raise Refusal(
+                    f"run.json: field 'rows': a piece begins at cycle {piece.from_cycle}, but the schedule has "
+                    f"{count}; remove the piece, or extend the schedule first"
+                )
+        return "rows of " + ", ".join(
+            f"{piece.row_tokens:,} tokens from cycle {piece.from_cycle}" for piece in self.settings.rows
+        )
+
+    def consumer(self) -> str:
+        entry = refuse_shared_entry(self.paths, self.settings)
+        if entry is None:
+            return "no entry among the data line's consumers yet; `nstrain run` writes it"
+        return f"stands at cycle {entry.cycle}, row {entry.row:,}"
+
+    def held_out_index(self) -> str:
+        return f"held-out rows of {len(load_index(self.line)['sources'])} sources"
+
+    def journal(self) -> str:
+        refuse_network_file_system(self.paths.journal)
+        last = None
+        if self.paths.journal.exists():
+            with Journal.open_for_reading(self.paths.journal) as journal:
+                if journal.metrics_version != self.settings.metrics:
+                    raise Refusal(
+                        f"{self.paths.journal}: holds readings of metrics version {journal.metrics_version}, run.json "
+                        f"says {self.settings.metrics}; put the line's own journal back"
+                    )
+                last = journal.last_update()
+        if not self.paths.checkpoint_updates():
+            refuse_lost_checkpoints(self.paths, None, last)
+        return "empty, on a local disk" if last is None else f"up to update {last}, on a local disk"
+
+    def tokenizer(self) -> str:
+        encoder = self.line.encoder()
+        return f"{encoder.vocabulary.size:,} tokens; control tokens in a text stay text"
+
+    def held_out_rows(self) -> str:
+        counts = []
+        for length in sorted({piece.row_tokens for piece in self.settings.rows}):
+            rows = ValidationRows.open(self.line, length, self.settings.validation.rows_per_source).rows
+            counts.append(f"{len(rows)} of {length:,} tokens")
+        return f"intact; rows: {', '.join(counts)}"
+
+    def sources(self) -> str:
+        problems: list[str] = []
+        files = 0
+        for name in self.line.source_names:
+            root = Path(self.line.source(name).path)
+            for file in (file for stratum in self.line.listing(name).files for file in stratum):
+                files += 1
+                if problem := self._file_problem(root, file):
+                    problems.append(f"source {name}: {problem}")
+                self.on_file(name, file.size)
+        if problems:
+            more = f" (and {len(problems) - 5:,} more)" if len(problems) > 5 else ""
+            raise Refusal("; ".join(problems[:5]) + more + "; put the original files back")
+        return f"{files:,} files " + ("with the hashes" if self.deep else "of the sizes") + " that were pinned"
+
+    def _file_problem(self, root: Path, file: PinnedFile) -> str | None:
+        path = resolve_inside(root, file.path)
+        try:
+            size = path.stat().st_size
+            if size != file.size:
+                return f"{path} had {file.size:,} bytes and has {size:,}"
+            if self.deep and sha256_file(path) != file.sha256:
+                return f"{path} has other content than was pinned"
+        except OSError as error:
+            return f"{path} cannot be read ({error.strerror})"
+        return None
+
+    def checkpoint(self) -> str:
+        passed_over: list[str] = []
+        self.newest = newest_good(self.paths, warn=passed_over.append)
+        if passed_over:
+            raise Refusal("; ".join(passed_over) + ". A start would go on from there and train the updates since again")
+        if self.newest is None:
+            return "none yet: the line begins"
+        return f"{self.newest.name}, every byte verified"
+
+    def resume(self) -> str:
+        from nstrain.train.checkpointing import LineState, changed_libraries, refuse_other_line, refuse_other_manifest
+
+        if self.newest is None:
+            return "nothing to resume yet"
+        state = read_state(self.newest)
+        refuse_other_line(state, self.settings, str(self.newest))
+        refuse_other_manifest(LineState.from_json(state), self.line)
+        changes = changed_libraries(state)
+        if changes:
+            return f"goes on from {self.newest.name}; its libraries changed, its bits may: {', '.join(changes)}"
+        return f"goes on from {self.newest.name} with the libraries that wrote it"
+
+    def model(self) -> str:
+        from nstrain.train.model import build, parameter_places, refuse_long_rows
+
+        refuse_long_rows(self.settings)
+        model = build(self.settings.model, self.line.vocab_size, "meta", self.settings.seed)
+        shapes = {place.name: tuple(place.parameter.shape) for place in parameter_places(model)}
+        self.parameters = sum(place.parameter.numel() for place in parameter_places(model))
+        if self.newest is not None:
+            for stem in TENSOR_FILES:
+                _refuse_other_shapes(shapes, self.newest / f"{stem}.safetensors")
+        return f"{human_count(self.parameters)} parameters" + ("" if self.newest is None else ", as in the checkpoint")
+
+    def device(self) -> str:
+        from nstrain.train.opening import refuse_missing_device
+
+        refuse_missing_device(self.settings)
+        return self.settings.device
+
+    def disk(self) -> str:
+        assert self.parameters is not None
+        return _refuse_small_disk(self.paths, self.settings, self.line, self.parameters)
+
+
+def _refuse_other_shapes(shapes: dict[str, tuple[int, ...]], path: Path) -> None:
+    """Refuse a tensor file whose names or shapes are not the model's; only its header is read."""
+    from safetensors import safe_open
+
+    with safe_open(path, "numpy") as file:
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    for name in sorted(shapes.keys() | stored.keys()):
+        if shapes.get(name) != stored.get(name):
+            raise Refusal(
+                f"{path}: parameter {name!r}: the model has shape {shapes.get(name, 'none')}, the checkpoint "
+                f"{stored.get(name, 'none')}; put back the model package and the configuration that wrote it"
+            )
+
+
+def _refuse_small_disk(paths: LinePaths, settings: RunSettings, line: DataLine, parameters: int) -> str:
+    """Compare what the line will take at most with what is free; an open-ended schedule counts its next cycle.
+
+    Checkpoints: three fp32 tensors a parameter, for each rolling checkpoint that stays, each kept one still to come (a
+    cycle's end each, the start) and the one being written. Cycles: the one in use, those ahead and the one being made.
+    """
+    checkpoint_bytes = STATES_OF_A_PARAMETER * 4 * parameters
+    found = find_checkpoints(paths)
+    done = 0 if read_latest(paths) is None else _cycles_done(paths)
+    to_come = (done + 1 if line.cycle_count is None else line.cycle_count) - done
+    kept = max(0, to_come) + (0 if found else 1)
+    rolling = max(0, settings.checkpoints.keep_last - sum(1 for checkpoint in found if not checkpoint.kept))
+    run_bytes = (kept + rolling + 1) * checkpoint_bytes
+    next_cycle = done + 1 if line.cycle_count is None else min(done + 1, line.cycle_count)
+    cycles = min(settings.data.ahead_cycles + 2, max(0, to_come))
+    data_bytes = cycles * line.cycle_plan(next_cycle).tokens * line.token_dtype.itemsize
+    needs = [(paths.root, run_bytes, f"{kept + rolling + 1} checkpoints of {human_bytes(checkpoint_bytes)}")]
+    needs.append((line.work, data_bytes, f"{cycles} cycles"))
+    if paths.root.stat().st_dev == line.work.stat().st_dev:
+        needs = [(paths.root, run_bytes + data_bytes, f"{needs[0][2]} and {cycles} cycles")]
+    for place, needed_bytes, what in needs:
+        free_bytes = shutil.disk_usage(place).free
+        if free_bytes < needed_bytes:
+            raise Refusal(
+                f"{place}: the line will take up to {human_bytes(needed_bytes)} more ({what}), "
+                f"{human_bytes(free_bytes)} are free there; free space, or keep less "
+                "(checkpoints.keep_last, data.ahead_cycles in run.json)"
+            )
+    return "; ".join(
+        f"{human_bytes(needed)} more at most ({what}), {human_bytes(shutil.disk_usage(place).free)} free"
+        for place, needed, what in needs
+    )
+
+
+def _cycles_done(paths: LinePaths) -> int:
+    latest = read_latest(paths)
+    assert latest is not None
+    return int(read_state(paths.checkpoint(latest))["position"]["cycle"]) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Check:
+    name: str
+    function: Callable[[_Checks], str]
+    quick: bool
+    needs: tuple[str, ...] = ()
+
+
+CHECKS = (
+    _Check("run.json", _Checks.run_json, True),
+    _Check("settings", _Checks.unchanged, True, ("run.json",)),
+    _Check("data line", _Checks.data_line, True, ("run.json",)),
+    _Check("row lengths", _Checks.row_lengths, True, ("data line",)),
+    _Check("consumer", _Checks.consumer, True, ("data line",)),
+    _Check("held-out text", _Checks.held_out_index, True, ("data line",)),
+    _Check("journal", _Checks.journal, True, ("run.json",)),
+    _Check("tokenizer", _Checks.tokenizer, False, ("data line",)),
+    _Check("held-out rows", _Checks.held_out_rows, False, ("held-out text", "row lengths")),
+    _Check("sources", _Checks.sources, False, ("data line",)),
+    _Check("checkpoint", _Checks.checkpoint, False),
+    _Check("resume", _Checks.resume, False, ("settings", "data line", "checkpoint")),
+    _Check("model", _Checks.model, False, ("data line",)),
+    _Check("device", _Checks.device, False, ("run.json",)),
+    _Check("disk", _Checks.disk, False, ("model",)),
+)
+"""In the order in which they are shown; `needs` names checks before them."""

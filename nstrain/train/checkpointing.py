@@ -1,0 +1,194 @@
+"""From a training line to a checkpoint and back: what state.json says, and what a resume refuses.
+
+The position in a checkpoint is the next row to train. In the middle of a cycle it comes with the hash of the cycle's
+manifest and the digest of its row order, and a line is not continued under others. At a cycle's start nothing of that
+cycle was trained yet (it may not even be prepared): there the finished cycle's are kept under `previous`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+import nstrain
+from nstrain.base.disk import sha256_file
+from nstrain.base.errors import Refusal
+from nstrain.data.encode import ENCODING_VERSION
+from nstrain.data.line import DataLine
+from nstrain.data.order import ORDER_VERSION
+from nstrain.line.checkpoint import Checkpoint
+from nstrain.settings.model import dump
+from nstrain.settings.run import RunSettings, refuse_changed_fields
+from nstrain.train.engine import Engine, OptimizerCounts
+from nstrain.train.flat import TENSOR_KINDS
+from nstrain.train.plan import Position
+
+STATE_FORMAT = 1
+FIRST_GENERATION = 1
+
+KEPT_REASONS = frozenset({"start", "cycle_end", "length_change", "end"})
+"""Reasons whose checkpoints stay: points that a branch or a later stage can begin from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CycleOrder:
+    """What the rows of a cycle were, so that a resume under another order is noticed."""
+
+    cycle: int
+    row_tokens: int
+    manifest_sha256: str
+    order_digest: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LineState:
+    """Where a line stands between two updates, apart from its tensors."""
+
+    position: Position
+    tokens: int
+    """The position in tokens."""
+    generation: int
+    order: CycleOrder | None
+    """Of the last update's cycle; None before the first update."""
+
+    def position_json(self, settings: RunSettings) -> dict[str, Any]:
+        """The position as state.json has it."""
+        here = {"cycle": self.position.cycle, "row": self.position.row}
+        if self.position.row > 0:
+            assert self.order is not None
+            assert self.order.cycle == self.position.cycle
+            return here | dataclasses.asdict(self.order)
+        return here | {
+            "row_tokens": settings.row_tokens_at(self.position.cycle),
+            "manifest_sha256": None,
+            "order_digest": None,
+            "previous": None if self.order is None else dataclasses.asdict(self.order),
+        }
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> LineState:
+        """From a state.json."""
+        position = state["position"]
+        order = position["previous"] if position["row"] == 0 else position
+        fields = [field.name for field in dataclasses.fields(CycleOrder)]
+        return cls(
+            position=Position(state["update"], position["cycle"], position["row"]),
+            tokens=state["tokens"],
+            generation=state["generation"],
+            order=None if order is None else CycleOrder(**{name: order[name] for name in fields}),
+        )
+
+
+def versions() -> dict[str, Any]:
+    """The code that computed a line's bits; the integers gate a resume, the others are told when they change."""
+    return {
+        "nstrain": nstrain.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "order_version": ORDER_VERSION,
+        "encoding_version": ENCODING_VERSION,
+    }
+
+
+def make_checkpoint(engine: Engine, settings: RunSettings, line: LineState, reason: str) -> Checkpoint:
+    """A checkpoint of the present state, in host memory of its own."""
+    state = {
+        "format": STATE_FORMAT,
+        "update": line.position.update,
+        "tokens": line.tokens,
+        "generation": line.generation,
+        "position": line.position_json(settings),
+        "optimizer": dataclasses.asdict(engine.counts),
+        "reason": reason,
+        "kept": reason in KEPT_REASONS,
+        "settings": dump(settings),
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
+        "id": settings.id,
+    }
+    return Checkpoint(state, {kind: engine.flat.export(kind) for kind in TENSOR_KINDS})
+
+
+def restore(engine: Engine, checkpoint: Checkpoint, where: str) -> None:
+    """Put a checkpoint's tensors and counters into the engine. Raises `Refusal` before anything is changed."""
+    for kind in TENSOR_KINDS:
+        engine.flat.refuse_other_shapes(kind, checkpoint.tensors[kind], where)
+    for kind in TENSOR_KINDS:
+        engine.flat.load(kind, checkpoint.tensors[kind], where)
+    engine.restored(OptimizerCounts(**checkpoint.state["optimizer"]))
+
+
+def refuse_other_line(state: Mapping[str, Any], settings: RunSettings, where: str) -> None:
+    """Refuse to continue a checkpoint with settings, threads or an order other than those it was trained with."""
+    refuse_changed_fields(state["settings"], settings, where)
+    problems = []
+    if state["threads"] != settings.threads and "threads" not in settings.allow_changes:
+        problems.append(f"it was trained with {state['threads']} threads, now {settings.threads}")
+    for name in ("order_version", "encoding_version"):
+        if state["versions"].get(name) != versions()[name]:
+            problems.append(f"it has {name} {state['versions'].get(name)}, this nstrain has {versions()[name]}")
+    position = state["position"]
+    if position["row_tokens"] != settings.row_tokens_at(position["cycle"]) and position["row"] > 0:
+        problems.append(
+            f"it stands inside cycle {position['cycle']} with rows of {position['row_tokens']:,} tokens, run.json now "
+            f"says {settings.row_tokens_at(position['cycle']):,} there"
+        )
+    begins = _first_new_piece(state["settings"]["tokens_per_update"], settings)
+    if begins is not None and begins < state["tokens"] and "tokens_per_update" not in settings.allow_changes:
+        problems.append(
+            f"tokens_per_update has a new piece from {begins:,} tokens, but the line stands at {state['tokens']:,}"
+        )
+    if problems:
+        raise Refusal(
+            f"{where}: the line cannot go on from here: {'; '.join(problems)}. Put the old value back, or go on with "
+            "the nstrain that wrote it."
+        )
+
+
+def _first_new_piece(old: Any, settings: RunSettings) -> int | None:
+    """Where the first piece begins that the ramp of run.json has gained since the checkpoint; None if it has not."""
+    known = len(old) if isinstance(old, list) else 1
+    return settings.batch_pieces[known].from_tokens if len(settings.batch_pieces) > known else None
+
+
+def changed_libraries(state: Mapping[str, Any]) -> list[str]:
+    """Versions that differ from the checkpoint's and may change bits, for the log."""
+    now = versions()
+    return [
+        f"{name} was {state['versions'].get(name)}, is now {version}"
+        for name, version in now.items()
+        if state["versions"].get(name) != version
+    ]
+
+
+def refuse_other_order(line: LineState, found: CycleOrder, where: str) -> None:
+    """Refuse to go on in the middle of a cycle whose rows are no longer those that were trained."""
+    if line.position.row == 0 or line.order is None:
+        return
+    for field in dataclasses.fields(CycleOrder):
+        expected, now = getattr(line.order, field.name), getattr(found, field.name)
+        if expected != now:
+            raise Refusal(
+                f"{where}: {field.name} of cycle {found.cycle} was {expected} in the checkpoint and is now {now}: the "
+                "rows would not be those that the line has been trained on. Put the data line back as it was; a line "
+                "is never continued in another order."
+            )
+
+
+def refuse_other_manifest(line: LineState, data: DataLine) -> None:
+    """Refuse a data line whose manifest of the cycle just finished is not the one that was trained."""
+    if line.position.row > 0 or line.order is None:
+        return  # In the middle of a cycle refuse_other_order sees more.
+    path = data.manifest_path(line.order.cycle)
+    found = sha256_file(path) if path.exists() else "missing"
+    if found != line.order.manifest_sha256:
+        raise Refusal(
+            f"{path}: expected sha256 {line.order.manifest_sha256}, as the checkpoint after update "
+            f"{line.position.update} has it, found {found}. Put the data line back as it was."
+        )

@@ -1,0 +1,180 @@
+"""One update: forward and backward over its micro-batches, the norm, AdamW or the skip.
+
+`Engine` is what the loop knows; `EagerEngine` runs it operator by operator, on a CPU or a GPU. Shapes: B rows of a
+micro-batch, L target tokens of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from nstrain.settings.run import LengthSettings, OptimizerSettings
+from nstrain.train.adamw import adamw_update, advance_step, clip_by_norm
+from nstrain.train.flat import FlatParameters
+from nstrain.train.model import DECAYED_GROUPS, IGNORED_TOKEN, TrainableModel, parameter_places
+from nstrain.train.norms import GradientNorms, gradient_norms
+
+TokenRows = npt.NDArray[np.int64]
+"""Rows of token ids, [rows, L + 1]: inputs are [:, :-1], targets [:, 1:]."""
+
+
+@dataclasses.dataclass
+class OptimizerCounts:
+    """What the optimizer counts; a checkpoint holds it."""
+
+    step: int = 0
+    """Updates that were applied: the t of AdamW's bias correction."""
+    consecutive_skips: int = 0
+    """Updates skipped since the last one that was applied."""
+    total_skips: int = 0
+    """Updates skipped in the line's life."""
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateReadings:
+    """What one update measured."""
+
+    loss: float
+    """Mean loss a target token, in nats."""
+    terms: dict[str, float]
+    """The loss's terms by name, means a target token as well."""
+    grad_norm: float
+    """Global norm of the gradient before clipping."""
+    group_norms: dict[str, float]
+    """The same by optimizer group."""
+    part_norms: dict[str, float]
+    """The same by part of the model."""
+    skipped: bool
+    """Whether the norm was not finite and nothing was applied."""
+
+
+class Engine(Protocol):
+    """The body that trains. Between two updates it holds no gradient and no other state than what `flat` holds."""
+
+    flat: FlatParameters
+    counts: OptimizerCounts
+
+    def set_length(self, length: LengthSettings) -> None:
+        """Get ready for rows of one length."""
+
+    def accumulate(self, rows: TokenRows, loss_scale: float) -> None:
+        """Forward and backward of one micro-batch of real rows, at most `micro_rows`; gradients add up."""
+
+    def finish(self, learning_rate: float, weight_decay: float) -> UpdateReadings:
+        """Apply the accumulated gradient, or skip it if its norm is not finite, and clear it."""
+
+    def row_losses(self, rows: TokenRows) -> npt.NDArray[np.float64]:
+        """Mean cross-entropy of each row of a micro-batch in nats, [rows]; nothing of the training state is touched."""
+
+    def restored(self, counts: OptimizerCounts) -> None:
+        """Take up weights and moments that were loaded into `flat`."""
+
+
+class EagerEngine:
+    """The engine that runs every operator as it comes."""
+
+    def __init__(self, model: TrainableModel, settings: OptimizerSettings) -> None:
+        self.model = model
+        self.settings = settings
+        self.flat = FlatParameters(parameter_places(model))
+        self.counts = OptimizerCounts()
+        self._micro_rows = 0
+        self._loss = self._scalar(0.0, torch.float64)
+        self._terms: dict[str, Tensor] = {}
+        model.refresh()
+
+    def _scalar(self, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(value, dtype=dtype, device=self.flat.device)
+
+    def set_length(self, length: LengthSettings) -> None:
+        """Get ready for rows of one length: micro-batches of `micro_rows` rows, and what is recomputed."""
+        self._micro_rows = length.micro_rows
+        self.model.recompute(length.recompute)
+
+    def _micro_batch(self, rows: TokenRows) -> Tensor:
+        """Rows on the device as [micro_rows, L + 1]; what is missing is padded with rows that carry no loss."""
+        assert 0 < len(rows) <= self._micro_rows, f"{len(rows)} rows for a micro-batch of {self._micro_rows}"
+        padded = np.full((self._micro_rows, rows.shape[1]), IGNORED_TOKEN, dtype=np.int64)
+        padded[: len(rows)] = rows
+        return torch.from_numpy(padded).to(self.flat.device)
+
+    def accumulate(self, rows: TokenRows, loss_scale: float) -> None:
+        """Forward and backward of one micro-batch. `loss_scale` is 1 / (target tokens of the whole update)."""
+        loss, terms = self.model.loss(self._micro_batch(rows), self._scalar(loss_scale))
+        loss.backward()
+        self._loss += loss.detach()
+        for name, term in terms.items():
+            before = self._terms.get(name, self._scalar(0.0, torch.float64))
+            self._terms[name] = before + term.detach().double() * loss_scale
+
+    @torch.no_grad()
+    def finish(self, learning_rate: float, weight_decay: float) -> UpdateReadings:
+        """Norm, clipped AdamW or the skip, refresh; then the gradient is cleared, whatever was in it."""
+        norms = gradient_norms(self.flat)
+        clip = clip_by_norm(norms.total, self.settings.clip_norm)
+        step = self._scalar(self.counts.step)
+        advance_step(step, clip)
+        rate = self._scalar(learning_rate)
+        for group in self.flat.groups:
+            decay = weight_decay if group.name in DECAYED_GROUPS else 0.0
+            adamw_update(group, self.settings, clip, step, rate, decay)
+            group.refresh_compute()
+            group.main_grad.zero_()
+        self.model.refresh()
+        return self._read(norms, skipped=bool(clip.skip))
+
+    def _read(self, norms: GradientNorms, skipped: bool) -> UpdateReadings:
+        """Bring the update's readings to the host and start anew."""
+        readings = UpdateReadings(
+            loss=self._loss.item(),
+            terms={name.removesuffix("_sum"): term.item() for name, term in sorted(self._terms.items())},
+            grad_norm=norms.total.item(),
+            group_norms={name: norm.item() for name, norm in norms.groups.items()},
+            part_norms={name: norm.item() for name, norm in norms.parts.items()},
+            skipped=skipped,
+        )
+        self._loss.zero_()
+        self._terms.clear()
+        self.counts = after_update(self.counts, skipped)
+        return readings
+
+    def row_losses(self, rows: TokenRows) -> npt.NDArray[np.float64]:
+        """Mean cross-entropy of each row in nats, summed in fp64 on the host in a fixed order."""
+        with torch.no_grad():
+            losses_BL = self.model.token_losses(self._micro_batch(rows))
+        return losses_BL[: len(rows)].cpu().numpy().astype(np.float64).mean(axis=1)
+
+    def restored(self, counts: OptimizerCounts) -> None:
+        """Take up weights and moments that were loaded into `flat`."""
+        self.counts = dataclasses.replace(counts)
+        self.model.refresh()
+
+
+def after_update(counts: OptimizerCounts, skipped: bool) -> OptimizerCounts:
+    """The counts after one more update."""
+    if skipped:
+        return OptimizerCounts(counts.step, counts.consecutive_skips + 1, counts.total_skips + 1)
+    return OptimizerCounts(counts.step + 1, 0, counts.total_skips)
+
+
+def micro_batches(rows: TokenRows, micro_rows: int) -> Iterator[TokenRows]:
+    """Rows cut into micro-batches, in order; the last one may be shorter."""
+    for first in range(0, len(rows), micro_rows):
+        yield rows[first : first + micro_rows]
+
+
+def train_update(
+    engine: Engine, rows: TokenRows, micro_rows: int, learning_rate: float, weight_decay: float
+) -> UpdateReadings:
+    """One whole update on its rows; the loss is the mean over all its target tokens."""
+    loss_scale = 1.0 / (rows.shape[0] * (rows.shape[1] - 1))
+    for batch in micro_batches(rows, micro_rows):
+        engine.accumulate(batch, loss_scale)
+    return engine.finish(learning_rate, weight_decay)

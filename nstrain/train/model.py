@@ -1,0 +1,153 @@
+"""The one door to the model package: building a model, looking a preset up, and holding a model to its contract.
+
+Any model that satisfies `TrainableModel` can be trained. host.json's `neuronspark` names the directory the package is
+imported from; everything else in nstrain meets the model through this file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from nstrain.base.errors import Refusal
+from nstrain.settings.run import ModelSettings, RunSettings
+
+GROUPS = ("matrix", "embedding", "memory", "neuron", "norm")
+"""The optimizer groups of the contract, in the order of the flat buffers."""
+
+DECAYED_GROUPS = frozenset({"matrix", "embedding", "memory"})
+"""Groups whose weights decay; neurons' thresholds, scalars and norm gains do not."""
+
+IGNORED_TOKEN = -100
+"""As a target it carries no loss, as an input it is read as token 0; a padding row is made of nothing else."""
+
+
+class TrainableModel(Protocol):
+    """The contract between the trainer and a model. B rows of L target tokens come as [B, L + 1] token ids."""
+
+    def loss(self, tokens: Tensor, scale: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """(scale * sum of the real targets' losses, its terms by name); gradients add to main_grad.
+
+        A term is an unscaled sum over the real targets, a device scalar without a gradient, called NAME_sum.
+        """
+
+    def token_losses(self, tokens: Tensor) -> Tensor:
+        """Each target's cross-entropy in nats, [B, L], without a gradient."""
+
+    def groups(self) -> Mapping[str, Sequence[str]]:
+        """Parameter names by optimizer group."""
+
+    def parts(self) -> Mapping[str, Sequence[str]]:
+        """Parameter names by named part: layer00 ..., embedding, norm."""
+
+    def refresh(self) -> None:
+        """Recompute whatever is derived from the weights."""
+
+    def recompute(self, mode: Any) -> None:
+        """Whose activations are computed again in the backward: none, dendritic or all."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter once, in the model's own order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterPlace:
+    """A parameter with the group and the part it belongs to."""
+
+    name: str
+    parameter: nn.Parameter
+    group: str
+    part: str
+
+
+def parameter_places(model: TrainableModel) -> tuple[ParameterPlace, ...]:
+    """Every parameter of a model, ordered by group, then part, then the model's own order.
+
+    In this order a part's share of a group is one stretch. Raises `Refusal` naming the first parameter that breaks
+    the contract: in no group or part, in two, in an unknown one, or a name that no parameter has.
+    """
+    parameters = dict(model.named_parameters())
+    group_of = _owners("group", model.groups(), parameters)
+    part_of = _owners("part", model.parts(), parameters)
+    unknown = sorted(set(group_of.values()) - set(GROUPS))
+    if unknown:
+        raise Refusal(f"the model's groups() names {unknown[0]!r}; the optimizer knows {', '.join(GROUPS)}")
+    parts = list(dict.fromkeys(part_of[name] for name in parameters))
+    places = [ParameterPlace(name, p, group_of[name], part_of[name]) for name, p in parameters.items()]
+    # sorted() is stable: inside a group and part the model's own order stays.
+    return tuple(sorted(places, key=lambda place: (GROUPS.index(place.group), parts.index(place.part))))
+
+
+def _owners(kind: str, owners: Mapping[str, Sequence[str]], parameters: Mapping[str, Any]) -> dict[str, str]:
+    """Each parameter's one owner, by the model's groups() or parts()."""
+    owner_of: dict[str, str] = {}
+    for owner, names in owners.items():
+        for name in names:
+            if name not in parameters:
+                raise Refusal(f"the model's {kind} {owner!r} names {name!r}, but there is no such parameter")
+            if name in owner_of:
+                raise Refusal(
+                    f"parameter {name!r} is in the {kind}s {owner_of[name]!r} and {owner!r}; a parameter has one {kind}"
+                )
+            owner_of[name] = owner
+    for name in parameters:
+        if name not in owner_of:
+            raise Refusal(f"parameter {name!r} is in no {kind}; the model's {kind}s must list every parameter")
+    return owner_of
+
+
+def build(settings: ModelSettings, vocab_size: int, device: torch.device | str, seed: int) -> TrainableModel:
+    """The model of run.json with its initial weights, on a device.
+
+    Raises `Refusal` if the configuration is not one of the model package's, or has fewer vocabulary rows than the
+    data line has token ids.
+    """
+    neuronspark = _package()
+    try:
+        config = neuronspark.ModelConfig.from_dict(settings.config)
+    except ValueError as error:
+        raise Refusal(f"run.json: field 'model.config': {error}") from None
+    if config.vocab_size < vocab_size:
+        raise Refusal(
+            f"run.json: field 'model.config.vocab_size' is {config.vocab_size:,}, but the data line has {vocab_size:,} "
+            "token ids; make the line anew for this data"
+        )
+    return neuronspark.NeuronSpark(config, torch.device(device), seed=seed)
+
+
+def refuse_long_rows(settings: RunSettings) -> None:
+    """Raise `Refusal` if rows of run.json are longer than the model reads."""
+    longest = settings.model.config.get("rope_max_seq_len")
+    for piece in settings.rows:
+        if isinstance(longest, int) and piece.row_tokens > longest:
+            raise Refusal(
+                f"run.json: field 'rows': rows of {piece.row_tokens:,} tokens from cycle {piece.from_cycle} on, but "
+                f"the model reads {longest:,} at most (model.config.rope_max_seq_len)"
+            )
+
+
+def preset_config(preset: str, vocab_size: int) -> dict[str, Any]:
+    """A preset's configuration for a vocabulary of `vocab_size` token ids (padded to a multiple of 128), for run.json.
+
+    Raises `Refusal` naming the presets there are.
+    """
+    neuronspark = _package()
+    names = neuronspark.preset_names()
+    if preset not in names:
+        raise Refusal(f"no preset is called {preset!r}; there are: {', '.join(names)}")
+    return dict(neuronspark.load_preset(preset).with_vocabulary(vocab_size).to_dict())
+
+
+def _package() -> Any:
+    try:
+        import neuronspark
+    except ImportError as error:
+        raise Refusal(
+            f"the model package 'neuronspark' cannot be imported ({error}); install it, or name its directory in "
+            "host.json's field 'neuronspark'"
+        ) from error
+    return neuronspark

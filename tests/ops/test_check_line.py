@@ -1,0 +1,231 @@
+"""`check_line`: what is in order passes, each thing that is broken is found under its name, and all at once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nstrain.base.errors import Refusal
+from nstrain.line.paths import LinePaths
+from nstrain.ops import check as check_module
+from nstrain.ops.check import Finding, check_line, refuse_failed
+from nstrain.ops.consumer import consumer_path
+from nstrain.record import local_disk
+from nstrain.settings.run import load_run
+
+
+def failures(paths: LinePaths, **options: Any) -> dict[str, str]:
+    """The failed checks by name."""
+    return {found.name: found.message for found in check_line(paths.root, **options) if found.ok is False}
+
+
+def edit(path: Path, change: Callable[[Any], None]) -> None:
+    """Change a JSON file in place."""
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def work_of(paths: LinePaths) -> Path:
+    """The line's data line."""
+    return Path(load_run(paths.run_json).data.work)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file below a directory, but for what SQLite keeps beside a database that is open."""
+    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    return {str(path): path.read_bytes() for path in files if not path.name.endswith(("-shm", "-wal"))}
+
+
+def test_new_line_is_in_order(paths: LinePaths) -> None:
+    findings = check_line(paths.root)
+    assert all(found.ok for found in findings), findings
+    assert [found.name for found in findings] == [check.name for check in check_module.CHECKS]
+
+
+def test_trained_line_is_in_order_and_left_alone(trained: LinePaths) -> None:
+    before = contents(trained.root.parent)
+    findings = check_line(trained.root, deep=True)
+    assert all(found.ok for found in findings), findings
+    messages = {found.name: found.message for found in findings}
+    assert messages["checkpoint"] == "u00000008, every byte verified"
+    assert messages["model"].endswith("as in the checkpoint")
+    assert messages["resume"].startswith("goes on from u00000008")
+    assert contents(trained.root.parent) == before
+
+
+def test_quick_checks_load_no_torch(paths: LinePaths) -> None:
+    code = (
+        "import sys, pathlib; from nstrain.ops.check import check_line\n"
+        "found = check_line(pathlib.Path(sys.argv[1]), quick=True)\n"
+        "sys.exit(not all(f.ok for f in found) or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(paths.root)]).returncode == 0
+
+
+def test_no_line(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="not a training line"):
+        check_line(tmp_path)
+
+
+def test_unreadable_settings_leave_the_others_unchecked(paths: LinePaths) -> None:
+    edit(paths.run_json, lambda value: value.update(learning_rat=1))
+    findings = {found.name: found for found in check_line(paths.root)}
+    assert "did you mean 'learning_rate'" in findings["run.json"].message
+    assert findings["data line"].ok is None
+    assert "needs run.json" in findings["data line"].message
+    assert findings["checkpoint"].ok
+
+
+def test_several_failures_at_once(trained: LinePaths) -> None:
+    edit(trained.run_json, lambda value: value.update(seed=1))
+    shutil.rmtree(work_of(trained) / "val")
+    (trained.checkpoint(8) / "weights.safetensors").write_bytes(b"short")
+    found = failures(trained)
+    assert set(found) == {"settings", "held-out text", "checkpoint"}
+    assert "seed was 0 and is now 1" in found["settings"]
+    assert "nstrain data val" in found["held-out text"]
+    assert "expected" in found["checkpoint"]
+    with pytest.raises(Refusal) as refusal:
+        refuse_failed(check_line(trained.root))
+    assert len(str(refusal.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "name"),
+    [
+        ("metrics", 2, "run.json"),
+        ("threads", 2, "settings"),
+        ("id", "other", "settings"),
+    ],
+)
+def test_edited_settings(trained: LinePaths, field: str, value: object, name: str) -> None:
+    edit(trained.run_json, lambda settings: settings.update({field: value}))
+    assert name in failures(trained)
+    assert name in failures(trained, quick=True)
+
+
+def test_data_line_is_gone(paths: LinePaths) -> None:
+    shutil.rmtree(work_of(paths))
+    assert set(failures(paths)) == {"data line"}
+
+
+def test_row_lengths(paths: LinePaths) -> None:
+    def longer_rows(value: Any) -> None:
+        value["rows"].append({"from_cycle": 9, "row_tokens": 128})
+        value["lengths"]["128"] = {"micro_rows": 1, "recompute": "none"}
+
+    edit(paths.run_json, longer_rows)
+    assert "begins at cycle 9, but the schedule has 3" in failures(paths)["row lengths"]
+
+
+def test_other_tokenizer(paths: LinePaths) -> None:
+    path = work_of(paths) / "tokenizer.json"
+    path.write_text(path.read_text() + " ")
+    assert "put the original back" in failures(paths)["tokenizer"]
+
+
+def test_damaged_held_out_rows(paths: LinePaths) -> None:
+    path = work_of(paths) / "val" / "prose.bin"
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(data)
+    assert set(failures(paths)) == {"held-out rows"}
+
+
+def test_sources_that_changed(paths: LinePaths) -> None:
+    texts = work_of(paths).parent / "texts"
+    same_size = texts / "prose" / "even" / "000.txt"
+    same_size.write_text(same_size.read_text()[::-1])
+    assert failures(paths) == {}
+    assert "000.txt has other content" in failures(paths, deep=True)["sources"]
+    (texts / "verse" / "odd" / "001.txt").write_text("shorter")
+    (texts / "prose" / "odd" / "003.txt").unlink()
+    found = failures(paths)["sources"]
+    assert "001.txt had" in found
+    assert "003.txt cannot be read" in found
+
+
+def test_progress_of_the_sources(paths: LinePaths) -> None:
+    seen: list[tuple[str, int]] = []
+    check_line(paths.root, on_file=lambda source, size: seen.append((source, size)))
+    assert len(seen) == 120
+    assert {source for source, _ in seen} == {"prose", "verse"}
+
+
+def test_journal_of_another_metrics_version(trained: LinePaths) -> None:
+    import sqlite3
+
+    with sqlite3.connect(trained.journal) as db:
+        db.execute("UPDATE meta SET value = 7 WHERE name = 'metrics_version'")
+    db.close()
+    assert "metrics version 7" in failures(trained)["journal"]
+
+
+def test_journal_on_a_network_file_system(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_disk, "file_system_type", lambda path, mounts: "nfs4")
+    assert "found nfs4" in failures(paths)["journal"]
+
+
+def test_lost_checkpoints(trained: LinePaths) -> None:
+    shutil.rmtree(trained.checkpoints)
+    assert "holds no checkpoint" in failures(trained)["journal"]
+
+
+def test_damaged_newest_checkpoint(trained: LinePaths) -> None:
+    path = trained.checkpoint(8) / "exp_avg.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert "train the updates since again" in failures(trained)["checkpoint"]
+    assert failures(trained, quick=True) == {}, "the quick checks read no large file"
+
+
+def test_model_of_another_shape(trained: LinePaths) -> None:
+    def wider(value: Any) -> None:
+        value["model"]["config"]["ffn_width"] = 640
+        value["allow_changes"] = ["model"]
+
+    edit(trained.run_json, wider)
+    found = failures(trained)
+    assert "the model has shape" in found["model"]
+    assert "ffn" in found["model"]
+
+
+def test_missing_device(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    edit(paths.run_json, lambda value: value.update(device="cuda"))
+    assert set(failures(paths)) == {"device"}
+
+
+def test_disk_estimate(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = next(found.message for found in check_line(paths.root) if found.name == "disk")
+    # One at the start, three cycle ends, two rolling ones, one being written: of 1.9M parameters, 12 bytes each.
+    assert "7 checkpoints of 21.8 MiB and 3 cycles" in message
+    usage = shutil.disk_usage(paths.root)
+    monkeypatch.setattr(check_module.shutil, "disk_usage", lambda place: usage._replace(free=100 << 20))
+    assert "100.0 MiB are free there" in failures(paths)["disk"]
+
+
+def test_line_in_two_directories(paths: LinePaths, tmp_path: Path) -> None:
+    shutil.copytree(paths.root, tmp_path / "copy")
+    copy = LinePaths(tmp_path / "copy")
+    assert "one line in two directories" in failures(copy, quick=True)["consumer"]
+    assert failures(paths, quick=True) == {}
+    shutil.move(paths.root, tmp_path / "away")
+    shutil.move(copy.root, tmp_path / "moved")
+    assert failures(LinePaths(tmp_path / "moved"), quick=True) == {}, "a line that was moved is not a copy"
+    consumer_path(work_of(LinePaths(tmp_path / "moved")), "small").unlink()
+    message = next(f.message for f in check_line(tmp_path / "moved", quick=True) if f.name == "consumer")
+    assert "no entry" in message
+
+
+def test_refuse_failed_lets_the_rest_pass() -> None:
+    refuse_failed([Finding("a", True, ""), Finding("b", None, "not checked")])

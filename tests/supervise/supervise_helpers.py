@@ -1,0 +1,75 @@
+"""Supervisors as processes, and patience with a bound."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from nstrain.base.process import ProcessId, alive
+from nstrain.line.paths import LinePaths
+from nstrain.line.state_files import SupervisorState, read_heartbeat, read_supervisor
+
+PATIENCE_S = 30.0
+
+
+def wait_until(what: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+    """Wait until `what()` is true; fail after a while."""
+    deadline = time.monotonic() + patience_s
+    while not what():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+class SupervisorProcess:
+    """`foreground.py` as a process."""
+
+    def __init__(self, paths: LinePaths, trainer: str, preparer: str) -> None:
+        self.paths = paths
+        script = Path(__file__).with_name("foreground.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), str(paths.root), trainer, preparer],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def state(self) -> SupervisorState:
+        """supervisor.json, once it is this process's."""
+        found: list[SupervisorState] = []
+
+        def mine() -> bool:
+            state = read_supervisor(self.paths)
+            if state is not None and state.supervisor.pid == self.process.pid:
+                found.append(state)
+            return bool(found)
+
+        wait_until(mine)
+        return found[0]
+
+    def wait_for_trainer(self) -> int:
+        """The trainer's pid, once its heartbeat beats."""
+        wait_until(lambda: (state := self.state()).trainer_pid is not None and beats(self.paths, state.trainer_pid))
+        pid = self.state().trainer_pid
+        assert pid is not None
+        return pid
+
+    def wait(self) -> tuple[int, str]:
+        """Its exit code and what it printed."""
+        output, _ = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, output
+
+
+def beats(paths: LinePaths, pid: int) -> bool:
+    """Whether the heartbeat is that process's."""
+    beat = read_heartbeat(paths)
+    return beat is not None and beat.pid == pid and beat.stage != "starting"
+
+
+def gone(identity: ProcessId | None) -> bool:
+    """Whether a process has ended."""
+    return identity is None or not alive(identity)

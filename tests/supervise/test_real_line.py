@@ -1,0 +1,68 @@
+"""A supervised line with the real trainer and preparer: killed, stopped and run again, it comes to the same record."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from small_lines import CYCLE_TOKENS, CYCLES, UPDATE_TOKENS
+from supervise_helpers import SupervisorProcess, gone, wait_until
+
+from nstrain.base.errors import ExitCode
+from nstrain.base.process import identify
+from nstrain.data.consumers import read_consumers
+from nstrain.data.cycles import cycles_on_disk
+from nstrain.data.line import DataLine
+from nstrain.line.paths import LinePaths
+from nstrain.line.state_files import read_heartbeat
+from nstrain.ops.check import check_line
+from nstrain.ops.status import status
+from nstrain.record.journal import Journal
+from nstrain.settings.run import load_run
+
+
+def reached(paths: LinePaths, update: int) -> Callable[[], bool]:
+    """Whether the trainer has finished an update."""
+    return lambda: (beat := read_heartbeat(paths)) is not None and beat.update >= update
+
+
+def test_killed_and_run_again(paths: LinePaths, start: Callable[..., SupervisorProcess]) -> None:
+    """Supervisor killed at update 3 or later, trainer at 10 or later, then run to the end."""
+    first = start("real", "real")
+    trainer = first.wait_for_trainer()
+    wait_until(reached(paths, 3))
+    identity = identify(trainer)
+    first.process.kill()
+    first.process.wait()
+    wait_until(lambda: gone(identity))
+    look = status(paths.root)
+    assert look.state == "failed"
+    assert look.checkpoint == f"u{look.update:08d}", "the orphan ended without saving where it stood"
+    assert f"goes on from update {look.update}" in (look.reason or "")
+
+    second = start("real", "real")
+    trainer = second.wait_for_trainer()
+    wait_until(reached(paths, 10))
+    os.kill(trainer, signal.SIGKILL)
+    assert second.wait()[0] == ExitCode.FAILED
+    assert "the trainer was killed by SIGKILL" in (status(paths.root).reason or "")
+
+    code, output = start("real", "real").wait()
+    assert code == ExitCode.DONE, output
+    look = status(paths.root)
+    updates = CYCLES * CYCLE_TOKENS // UPDATE_TOKENS
+    assert (look.state, look.update, look.tokens) == ("done", updates, CYCLES * CYCLE_TOKENS)
+    assert (look.differences, look.checkpoint) == (0, f"u{updates:08d}")
+    assert look.cycles_ready == ()
+    with Journal.open_for_reading(paths.journal) as journal:
+        assert [row["update"] for row in journal.rows()] == list(range(updates + 1))
+    line = DataLine.open(Path(load_run(paths.run_json).data.work))
+    assert cycles_on_disk(line) == []
+    assert [(entry.cycle, entry.row) for entry in read_consumers(line.work)] == [(CYCLES + 1, 0)]
+    assert all(found.ok for found in check_line(paths.root))
+
+    code, output = start("real", "real").wait()
+    assert code == ExitCode.DONE, "a line that is done is done again"
+    assert status(paths.root).update == updates
