@@ -20,12 +20,14 @@ from nstrain.data.val import ValidationRow, ValidationRows
 
 UNIT_TOKENS = 1024
 ROW_TOKENS = 256
-TOKENS_PER_UPDATE = 4096
-MICRO_ROWS = 16
+TOKENS_PER_UPDATE = 2048
+MICRO_ROWS = 8
 CYCLES = 3
 CYCLE_TOKENS = 212_992
-"""Three cycles of these are 156 updates: about two minutes of training on two cores."""
-PEAK_RATE = 4e-3
+"""Three cycles of these are 312 updates: about two minutes of training on two cores."""
+SEGMENT_UNITS = 13
+"""Two segments a cycle: rows are shuffled over a hundred thousand tokens, not over one document."""
+PEAK_RATE = 3e-3
 FINAL_SHARE = 0.1
 """The rate at the schedule's end over the peak; not 0, so that the line can be extended."""
 VALIDATION_ROWS = 32
@@ -118,7 +120,14 @@ def _init_data(places: DemoPlaces) -> None:
 
     recipe = parse_recipe({"format": 1, "sources": demo_sources()}, places.root, "the demo's recipe")
     init_line(
-        places.data, recipe, places.tokenizer, EOS_ID, CYCLE_TOKENS, cycles=CYCLES, unit_tokens=UNIT_TOKENS, seed=1
+        places.data,
+        recipe,
+        places.tokenizer,
+        EOS_ID,
+        CYCLE_TOKENS,
+        cycles=CYCLES,
+        unit_tokens=UNIT_TOKENS,
+        segment_units=SEGMENT_UNITS,
     )
 
 
@@ -133,11 +142,11 @@ def _new_line(places: DemoPlaces) -> None:
         TOKENS_PER_UPDATE,
         row_tokens=ROW_TOKENS,
         micro_rows=MICRO_ROWS,
-        warmup_tokens=12 * TOKENS_PER_UPDATE,
+        warmup_tokens=20 * TOKENS_PER_UPDATE,
         decay_tokens=CYCLES * CYCLE_TOKENS // 2,
         final_lr=FINAL_SHARE * PEAK_RATE,
         validation={"every_updates": 52, "rows_per_source": VALIDATION_ROWS},
-        checkpoints={"every_updates": 20, "every_minutes": None, "keep_last": 2},
+        checkpoints={"every_updates": 40, "every_minutes": None, "keep_last": 2},
     )
 
 

@@ -81,25 +81,32 @@ def write_durable(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def atomic_write(path: Path, data: bytes | str) -> None:
+def atomic_write(path: Path, data: bytes | str, durable: bool = True) -> None:
     """Replace a file as a whole: after a crash at any instant it holds the old bytes or the new ones.
 
     One writer a file is assumed (the rule of this project), so the temporary name is fixed and a leftover of a killed
-    writer is simply overwritten. Raises `DiskFull`.
+    writer is simply overwritten. Without `durable` it outlives `kill -9` but not a power cut: for what only tells how
+    things stand, many times a second. Raises `DiskFull`.
     """
     temporary = path.with_name(path.name + PARTIAL_SUFFIX)
+    content = data.encode() if isinstance(data, str) else data
     try:
-        write_durable(temporary, data.encode() if isinstance(data, str) else data)
+        if durable:
+            write_durable(temporary, content)
+        else:
+            with disk_full_is_named(path):
+                temporary.write_bytes(content)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     os.replace(temporary, path)
-    fsync_dir(path.parent)
+    if durable:
+        fsync_dir(path.parent)
 
 
-def atomic_write_json(path: Path, value: Any) -> None:
+def atomic_write_json(path: Path, value: Any, durable: bool = True) -> None:
     """`atomic_write` of a value as JSON for people."""
-    atomic_write(path, pretty_json(value))
+    atomic_write(path, pretty_json(value), durable)
 
 
 def _refuse_constant(name: str) -> Any:

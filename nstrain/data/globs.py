@@ -34,7 +34,7 @@ def translate(pattern: str) -> str:
             end = pattern.find("]", i + 2)
             if end < 0:
                 raise Refusal(f"glob {pattern!r}: '[' without a closing ']'")
-            body = pattern[i + 1 : end].replace("\\", "\\\\")
+            body = re.sub(r"([\\\[&|~])", r"\\\1", pattern[i + 1 : end])
             body = "^" + body[1:] if body[0] == "!" else body.replace("^", "\\^")
             out.append(f"(?!/)[{body}]")
             i = end + 1

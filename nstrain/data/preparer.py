@@ -163,7 +163,7 @@ class Preparer:
         if status != self._status:
             self._status, self._shown_at = status, time.monotonic()
             with contextlib.suppress(DiskFull):  # what it does must not depend on telling it
-                atomic_write_json(self.line.work / STATUS_NAME, dataclasses.asdict(status))
+                atomic_write_json(self.line.work / STATUS_NAME, dataclasses.asdict(status), durable=False)
             self._on_status(status)
 
 

@@ -16,13 +16,16 @@ from nstrain.base.units import Tokens
 from nstrain.data.order import reduced_shares
 from nstrain.settings.model import Settings
 
+MAX_CYCLE_TOKENS = 30 << 30
+"""A drawing multiplies a source's tokens of a cycle by shares of 2^28, exactly, in 64 bits."""
+
 
 class Piece(Settings):
     """Cycles of one size and one recipe."""
 
     cycles: int | None = pydantic.Field(gt=0)
     """How many; null in the last piece alone: until the sources are used up."""
-    cycle_tokens: int = pydantic.Field(gt=0)
+    cycle_tokens: int = pydantic.Field(gt=0, le=MAX_CYCLE_TOKENS)
     """Target tokens of a cycle, already rounded to whole segments."""
     segment_units: int = pydantic.Field(gt=0)
     """m: a segment holds share * m units of each source."""
@@ -98,6 +101,8 @@ def make_piece(
             f"use a whole number from 1 to {max(1, cycle_tokens // period_tokens)}"
         )
     segments = max(1, (2 * cycle_tokens + segment_tokens) // (2 * segment_tokens))
+    if segments * segment_tokens > MAX_CYCLE_TOKENS:
+        raise Refusal(f"cycles of {segments * segment_tokens:,} tokens: use cycles of at most {MAX_CYCLE_TOKENS:,}")
     return Piece(cycles=cycles, cycle_tokens=segments * segment_tokens, segment_units=segment_units, recipe=recipe)
 
 

@@ -76,7 +76,7 @@ def write_heartbeat(paths: LinePaths, heartbeat: Heartbeat) -> None:
     for name, value in fields.items():
         if isinstance(value, float) and not math.isfinite(value):
             fields[name] = None
-    atomic_write_json(paths.heartbeat, fields)
+    atomic_write_json(paths.heartbeat, fields, durable=False)
 
 
 def read_heartbeat(paths: LinePaths) -> Heartbeat | None:

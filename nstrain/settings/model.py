@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -36,7 +37,7 @@ def validate(kind: type[S], value: Any, where: str) -> S:
         return kind.model_validate_json(json.dumps(value))
     except pydantic.ValidationError as error:
         found = error.errors(include_url=False)
-        fitting = [problem for problem in found if not _of_other_branch(problem)] or found
+        fitting = [problem for problem in found if not (_of_other_branch(problem) or _follows(problem, found))] or found
         problems = [_explain(kind, problem) for problem in fitting]
         raise Refusal(f"{where}: " + "; ".join(problems)) from None
 
@@ -65,6 +66,14 @@ def _of_other_branch(problem: Any) -> bool:
     return tag.startswith("tuple") != isinstance(problem["input"], list)
 
 
+def _follows(problem: Any, found: Sequence[Any]) -> bool:
+    """Whether a list is too short only because the wrong items in it, which are named themselves, were not counted."""
+    place = problem["loc"]
+    return problem["type"] == "too_short" and any(
+        other["loc"][: len(place)] == place for other in found if other is not problem
+    )
+
+
 def _explain(kind: type[Settings], problem: Any) -> str:
     location = tuple(str(part) for part in problem["loc"] if not _UNION_TAG.fullmatch(str(part)))
     place = ".".join(location)
@@ -79,9 +88,7 @@ def _explain(kind: type[Settings], problem: Any) -> str:
     message = message[0].lower() + message[1:]
     if problem["type"] == "value_error" and isinstance(problem["input"], dict):  # of several fields, which it names
         return f"{place}: {message}" if place else message
-    return (
-        f"field {place!r}: {message}, found {problem['input']!r}" if place else f"{message}, found {problem['input']!r}"
-    )
+    return f"{f'field {place!r}: ' if place else ''}{message}, found {problem['input']!r}"
 
 
 def _fields_at(kind: Any, location: tuple[str, ...]) -> list[str]:

@@ -133,7 +133,7 @@ class OptimizerSettings(Settings):
 
 
 class ValidationSettings(Settings):
-    """When and on how much held-out text the line is validated (always at update 0 and at its end)."""
+    """When and on how much held-out text the line is validated (always at update 0 and at every cycle's end)."""
 
     every_updates: int = Positive
     """Updates between two validations."""

@@ -1,1 +1,1 @@
-
+"""One training update - planned, computed, recorded, saved - and the process that makes one after another."""

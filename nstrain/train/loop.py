@@ -155,7 +155,8 @@ class Trainer:
         row = update_row(update, readings, rates, self._rows_by_source(cycle, update), update_s)
         self._note(update, readings, rates, row["perf/tokens_per_s"])
         ends_line = update.ends_cycle and self._is_last_cycle(update.cycle)
-        if update.number % self.settings.validation.every_updates == 0 or ends_line:
+        # At every cycle's end, the schedule's included: what is validated must not depend on a later extension.
+        if update.number % self.settings.validation.every_updates == 0 or update.ends_cycle:
             row |= self._validate(update.cycle)
         self._commit(update.number, row)
         kill_point("train:row committed")

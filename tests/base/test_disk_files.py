@@ -103,7 +103,7 @@ def test_a_leftover_of_a_killed_writer_does_not_matter(tmp_path: Path) -> None:
 
 def test_canonical_json_is_one_string_for_one_value() -> None:
     assert canonical_json({"b": [1, 2.5, None], "a": "é"}) == '{"a":"é","b":[1,2.5,null]}'.encode()
-    assert canonical_json(dict([("x", 1), ("y", 2)])) == canonical_json(dict([("y", 2), ("x", 1)]))
+    assert canonical_json({"x": 1, "y": 2}) == canonical_json({"y": 2, "x": 1})
     with pytest.raises(ValueError):
         canonical_json(float("nan"))
 
@@ -120,7 +120,7 @@ def test_what_is_no_json_is_refused_by_name(tmp_path: Path, content: bytes, matc
 
 
 def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="b.json: no such file"):
+    with pytest.raises(Refusal, match=r"b.json: no such file"):
         read_json(tmp_path / "b.json")
     with pytest.raises(Refusal, match=r"cannot be read \(Is a directory\)"):
         read_json(tmp_path)
@@ -148,10 +148,14 @@ def full(directory: Path) -> None:
 def test_a_directory_that_fails_leaves_nothing(
     tmp_path: Path, act: Callable[[Path], None], error: type[BaseException]
 ) -> None:
-    with pytest.raises(error), directory_by_rename(tmp_path / "line") as directory:
-        (directory / "sub").mkdir()
-        (directory / "sub" / "file").write_text("x")
-        act(directory)
+    def make() -> None:
+        with directory_by_rename(tmp_path / "line") as directory:
+            (directory / "sub").mkdir()
+            (directory / "sub" / "file").write_text("x")
+            act(directory)
+
+    with pytest.raises(error):
+        make()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nstrain.base.errors import ExitCode, Exhausted, NstrainError, Refusal
+from nstrain.base.errors import Exhausted, ExitCode, NstrainError, Refusal
 from nstrain.base.units import human_bytes, human_count, human_seconds, parse_tokens
 
 

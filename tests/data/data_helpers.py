@@ -38,10 +38,11 @@ LAST_ADDED = (
 )  # fmt: skip
 ADDED = FIRST_ADDED + LAST_ADDED
 
-WORDS = (
-    "the of and a to in is it for on with as was at by from or an be this which are not have stream window segment "
-    "Wörter größer Straße été naïve 数据 训练 模型 слово def return import self None x = 0.5 3141 2718 // -> {} [] \t \n"
-).split(" ")
+_SENTENCES = (
+    "the of and a to in is it for on with as was at by from or an be this which are not have stream window segment",
+    "Wörter größer Straße été naïve 数据 训练 模型 слово def return import self None x = 0.5 3141 2718 // -> {} \t \n",
+)
+WORDS = [word for sentence in _SENTENCES for word in sentence.split(" ")]
 
 
 def quick(examples: int) -> hypothesis.settings:

@@ -1,4 +1,4 @@
-"""The stream of one source, cycle after cycle, against the rules of invariants 2, 3 and 4 written down a second time."""
+"""The stream of one source, cycle after cycle, against the rules of invariants 2 to 4 written down a second time."""
 
 from __future__ import annotations
 
@@ -157,7 +157,8 @@ class Reference:
             self.open_until(stratum, Fraction(0))
         while True:
             shares = self.shares()
-            if not any([self.open_until(i, Fraction(share * need, SHARE_ONE)) for i, share in enumerate(shares)]):
+            opened = [self.open_until(i, Fraction(share * need, SHARE_ONE)) for i, share in enumerate(shares)]
+            if not any(opened):
                 break
         self.used_shares = shares
         newest = [files[-self.open_files :] for files in self.open]
@@ -285,7 +286,7 @@ def test_no_token_is_lost_or_doubled(source: Source, targets: list[int], open_fi
 def test_every_stretch_has_every_stratum_at_its_share_to_within_a_document(
     source: Source, targets: list[int], open_files: int
 ) -> None:
-    """Too much: less than a document. Too little: the harmonic number of the strata, the bound of "take the fullest cup"."""
+    """Too much: less than a document. Too little: the harmonic number of the strata, as of the fullest of cups."""
     files, state = MemoryFiles(source), SourceState.initial(len(source))
     harmonic = sum(Fraction(1, i) for i in range(1, len(source) + 1))
     for cycle, count in enumerate(targets, start=1):
@@ -405,7 +406,7 @@ def test_a_document_longer_than_several_cycles_is_carried_through_them() -> None
     files, state = MemoryFiles(source), SourceState.initial(1)
     streams = []
     for cycle in range(1, 5):
-        draw, drawn, stream = draw_cycle(files, state, 250, 1, cycle)
+        draw, _, stream = draw_cycle(files, state, 250, 1, cycle)
         streams.append(stream)
         assert draw.state_after is not None
         state = draw.state_after

@@ -160,7 +160,7 @@ def test_the_longer_of_two_markers_wins(tokenizer: Path) -> None:
 
 
 def test_a_marker_that_is_no_added_token_is_refused(encoder: Encoder) -> None:
-    with pytest.raises(Refusal, match="source chat: marker '<|nope|>' is not an added token".replace("|", r"\|")):
+    with pytest.raises(Refusal, match=r"source chat: marker '<|nope|>' is not an added token".replace("|", r"\|")):
         encoder.marker_ids(["<|im_start|>", "<|nope|>"], "chat")
 
 
@@ -249,7 +249,7 @@ def test_an_eos_that_is_no_added_token_is_refused(tokenizer: Path, eos: int, rea
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"\xff\xfe", b'{"model": 3}'])
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "t.json").write_bytes(data)
-    with pytest.raises(Refusal, match="not a tokenizer.json"):
+    with pytest.raises(Refusal, match=r"not a tokenizer.json"):
         load_encoder(tmp_path / "t.json", EOS)
     with pytest.raises(Refusal, match="cannot be read"):
         load_encoder(tmp_path / "missing.json", EOS)

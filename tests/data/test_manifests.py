@@ -378,7 +378,7 @@ def test_another_tokenizer_is_refused(line: DataLine) -> None:
     with pytest.raises(Refusal, match=r"tokenizer.json: has sha256 .*, the line was made with .*put the original back"):
         prepare(line, 2)
     path.unlink()
-    with pytest.raises(Refusal, match="tokenizer.json: missing"):
+    with pytest.raises(Refusal, match=r"tokenizer.json: missing"):
         prepare(line, 2)
     path.write_bytes(data)
     prepare(line, 2)
@@ -410,7 +410,7 @@ def test_a_damaged_manifest_is_refused(line: DataLine) -> None:
         CycleRows.open(line, 1, 16)
     for broken in (b"", b"{}", b"[]", data[:-5], json.dumps(json.loads(data)).encode()):
         path.write_bytes(broken)
-        with pytest.raises(Refusal, match="not a manifest|was prepared with"):
+        with pytest.raises(Refusal, match=r"not a manifest|was prepared with"):
             prepare_cycle(line, 2, line.encoder())
     path.unlink()
     with pytest.raises(Refusal, match="no manifest of that cycle"):
@@ -440,7 +440,7 @@ def test_a_cycle_whose_token_file_has_another_size_is_refused(line: DataLine) ->
 
 
 def test_a_cycle_that_is_not_there_says_why(line: DataLine) -> None:
-    with pytest.raises(Refusal, match="cycle 1 is not on disk .it has not been prepared"):
+    with pytest.raises(Refusal, match=r"cycle 1 is not on disk .it has not been prepared"):
         CycleRows.open(line, 1, 16)
     prepare(line, 1)
     shutil.rmtree(line.cycle_directory(1))

@@ -239,7 +239,7 @@ def test_shares_are_proportions() -> None:
 def test_rows_that_are_not_there_are_refused(first: int, last: int) -> None:
     order = make_order((5, 3, 1))
     assert order.rows == 36
-    with pytest.raises(Refusal, match="cycle 1 has rows 0 ... 35"):
+    with pytest.raises(Refusal, match=r"cycle 1 has rows 0 ... 35"):
         order.locate(first, last)
 
 

@@ -24,7 +24,7 @@ def test_a_cycle_is_the_nearest_whole_number_of_segments(
     shares = reduced_shares(tuple(recipe.values()))
     segment = sum(shares) * unit_tokens * (segment_units or 1)
     if segment > 2 * cycle_tokens:
-        with pytest.raises(Refusal, match="period of K|segment_units"):
+        with pytest.raises(Refusal, match=r"period of K|segment_units"):
             make_piece(recipe, cycle_tokens, unit_tokens, 3, segment_units)
         return
     piece = make_piece(recipe, cycle_tokens, unit_tokens, 3, segment_units)
@@ -74,10 +74,16 @@ def test_a_period_too_large_for_the_cycle_is_refused_with_the_remedy() -> None:
 
 
 def test_segments_larger_than_the_cycle_are_refused() -> None:
-    with pytest.raises(Refusal, match="segment_units 10 makes segments of 640 tokens, a cycle has 200.* from 1 to 3"):
+    with pytest.raises(Refusal, match=r"segment_units 10 makes segments of 640 tokens, a cycle has 200.* from 1 to 3"):
         make_piece({"a": 1, "b": 1}, 200, 32, 1, segment_units=10)
     with pytest.raises(Refusal, match="segment_units 0"):
         make_piece({"a": 1, "b": 1}, 200, 32, 1, segment_units=0)
+
+
+def test_a_cycle_too_large_for_exact_shares_is_refused() -> None:
+    assert make_piece({"a": 1}, 32 * 10**9, 32768, 1).cycle_tokens > 31 * 10**9
+    with pytest.raises(Refusal, match="at most 32,212,254,720"):
+        make_piece({"a": 1}, 33 * 10**9, 32768, 1)
 
 
 def test_only_the_last_piece_may_be_open_ended() -> None:
@@ -99,5 +105,5 @@ def test_a_schedule_only_grows_at_its_end() -> None:
     refuse_edit_of_the_past(old, old)
     with pytest.raises(Refusal, match=r'piece 1 was \{"cycles":2.*"cycle_tokens":204.*found .*"cycle_tokens":102'):
         refuse_edit_of_the_past(old, [old[0], old[0]])
-    with pytest.raises(Refusal, match="piece 1 was .* found nothing"):
+    with pytest.raises(Refusal, match=r"piece 1 was .* found nothing"):
         refuse_edit_of_the_past(old, old[:1])

@@ -80,7 +80,7 @@ def test_of_a_deleted_cycle_the_manifest_still_tells_source_and_window(line: Dat
 
 def test_rows_and_cycles_that_are_not_there_are_refused(line: DataLine) -> None:
     for first, last in ((0, 31), (31, 32), (5, 4)):
-        with pytest.raises(Refusal, match="cycle 1 has rows 0 ... 29"):
+        with pytest.raises(Refusal, match=r"cycle 1 has rows 0 ... 29"):
             list(show_rows(line, 1, first, last, 32, with_text=False))
     with pytest.raises(Refusal, match="it has not been prepared yet"):
         list(show_rows(line, 3, 0, 1, 32, with_text=False))

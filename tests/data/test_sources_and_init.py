@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -70,10 +71,8 @@ def test_malformed_globs_are_refused(pattern: str) -> None:
 @quick(300)
 @given(st.text("ab/*?.[]!^-\\", max_size=8), st.text("ab/.-", max_size=6))
 def test_a_glob_matches_or_is_refused(pattern: str, path: str) -> None:
-    try:
+    with contextlib.suppress(Refusal):
         assert matcher([pattern])(path) in (True, False)
-    except Refusal:
-        pass
 
 
 # ------------------------------------------------------------------ listing
@@ -129,7 +128,7 @@ def test_a_listing_is_read_back_only_as_it_was_pinned(tmp_path: Path) -> None:
     assert Listing.load(tmp_path / "files.parquet", listing.digest) == listing
     changed = arrange(settings(), [(f"{'ab'[n % 2]}/ü{n}.txt", n, f"sha{n}") for n in range(30)], 2)
     changed.save(tmp_path / "files.parquet")
-    with pytest.raises(Refusal, match="line.json pins"):
+    with pytest.raises(Refusal, match=r"line.json pins"):
         Listing.load(tmp_path / "files.parquet", listing.digest)
 
 
@@ -249,17 +248,17 @@ RECIPES: dict[str, tuple[Any, str]] = {
     "no list": ({"format": 1}, "field 'sources' is missing"),
     "empty": ({"format": 1, "sources": []}, "at least 1 item"),
     "format": ({"format": 2, "sources": []}, "field 'format'"),
-    "unknown field": ({"nam": "x"}, r"unknown field 'sources.0.source.nam' \(did you mean 'name'\?\)"),
+    "unknown field": ({"nam": "x"}, r"unknown field 'sources.0.nam' \(did you mean 'name'\?\)"),
     "share 0": ({"share": 0}, "'sources.0.share': input should be greater than 0"),
     "share 1.5": ({"share": 1.5}, "'sources.0.share': input should be a valid integer"),
     "no share": ({"share": None}, "'sources.0.share'"),
-    "kind": ({"kind": "hub"}, "'sources.0.source.kind': input should be 'local'"),
-    "held out": ({"held_out": 1.0}, "'sources.0.source.held_out': input should be less than 1"),
-    "held out 0": ({"held_out": 0.0}, "'sources.0.source.held_out': input should be greater than 0"),
-    "no glob": ({"include": []}, "'sources.0.source.include'"),
-    "name": ({"name": "a/b"}, "'sources.0.source.name': string should match pattern"),
-    "upper": ({"name": "READY"}, "'sources.0.source.name'"),
-    "strata": ({"stratum": {"by": "hash"}}, "'sources.0.source.stratum.by': input should be 'directory'"),
+    "kind": ({"kind": "hub"}, "'sources.0.kind': input should be 'local'"),
+    "held out": ({"held_out": 1.0}, "'sources.0.held_out': input should be less than 1"),
+    "held out 0": ({"held_out": 0.0}, "'sources.0.held_out': input should be greater than 0"),
+    "no glob": ({"include": []}, "'sources.0.include'"),
+    "name": ({"name": "a/b"}, "'sources.0.name': string should match pattern"),
+    "upper": ({"name": "READY"}, "'sources.0.name'"),
+    "strata": ({"stratum": {"by": "hash"}}, "'sources.0.stratum.by': input should be 'directory'"),
 }
 
 

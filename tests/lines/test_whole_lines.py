@@ -41,7 +41,7 @@ def test_a_line_does_what_was_asked(through: Path) -> None:
     assert [row["update"] for row in rows] == list(range(UPDATES + 1))
     assert rows[-1]["tokens"] == CYCLES * CYCLE_TOKENS
     validated = [row["update"] for row in rows if f"val_{ROW_TOKENS}/mix" in row]
-    assert validated == [0, 6, 12, 18, 24, 30]
+    assert validated == [0, 6, 10, 12, 18, 20, 24, 30], "every sixth, and at each cycle's end"
     smaller = [row["update"] for row in rows if row["smaller"]]
     assert smaller == [10, 20, 30], "the rows left at each cycle's end form one smaller update"
     status = json.loads(nstrain("status", through, "--json"))

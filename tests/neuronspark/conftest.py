@@ -1,4 +1,8 @@
-"""Tests run on one thread, unless they are about threads: small products gain nothing from more."""
+"""Tests run on one thread: small products gain nothing from more.
+
+Tests about threads have processes of their own; a second thread started here would keep this process from being set up
+the way the trainer's tests need it.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import subprocess
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from neuronspark import ModelConfig, NeuronSpark
 from neuronspark.dendritic import inverse_softplus, starting_leaks
-from neuronspark.kernels.embedding import lookup
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -370,18 +368,31 @@ def test_a_tiny_batch_is_learnt_by_heart() -> None:
     assert loss.item() < 0.5
 
 
+def printed_by(program: str, **environment: str) -> list[str]:
+    """The words a program prints, run in a process of its own, where it may use as many threads as it likes."""
+    merged = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_WAIT_POLICY": "passive", **environment}
+    run = subprocess.run([sys.executable, "-c", program], env=merged, capture_output=True, text=True, check=True)
+    return run.stdout.split()
+
+
+LOOKUP_PROGRAM = """
+import hashlib, torch
+from neuronspark.kernels.embedding import lookup
+torch.set_num_threads(2)
+tokens = torch.randint(0, 50, (8192,), generator=torch.Generator().manual_seed(0))
+gradient = torch.randn(8192, 64, generator=torch.Generator().manual_seed(1))
+for _ in range(12):
+    table = torch.zeros(50, 64, requires_grad=True)
+    lookup(table, tokens).backward(gradient)
+    print(hashlib.sha256(table.grad.numpy().tobytes()).hexdigest())
+"""
+
+
 def test_embedding_gradient_is_the_same_in_twelve_runs() -> None:
     """Many tokens on few rows, the case in which a scattered accumulation gave twelve results on two threads."""
-    tokens = torch.randint(0, 50, (8192,), generator=torch.Generator().manual_seed(0))
-    gradient = torch.randn(8192, 64, generator=torch.Generator().manual_seed(1))
-    torch.set_num_threads(2)
-    results = set()
-    for _ in range(12):
-        table = torch.zeros(50, 64, requires_grad=True)
-        lookup(table, tokens).backward(gradient)
-        assert table.grad is not None
-        results.add(hashlib.sha256(table.grad.numpy().tobytes()).hexdigest())
-    assert len(results) == 1
+    digests = printed_by(LOOKUP_PROGRAM)
+    assert len(digests) == 12
+    assert len(set(digests)) == 1
 
 
 DIGEST_PROGRAM = """
@@ -407,17 +418,6 @@ for _ in range(2):
 
 
 def test_same_bits_in_a_process_and_across_processes() -> None:
-    digests: list[str] = []
-    for hash_seed in ("1", "2"):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(REPOSITORY),
-            "PYTHONHASHSEED": hash_seed,
-            "OMP_WAIT_POLICY": "passive",
-        }
-        run = subprocess.run(
-            [sys.executable, "-c", DIGEST_PROGRAM], env=environment, capture_output=True, text=True, check=True
-        )
-        digests += run.stdout.split()
+    digests = [digest for seed in ("1", "2") for digest in printed_by(DIGEST_PROGRAM, PYTHONHASHSEED=seed)]
     assert len(digests) == 4
     assert len(set(digests)) == 1

