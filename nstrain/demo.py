@@ -23,10 +23,11 @@ ROW_TOKENS = 256
 TOKENS_PER_UPDATE = 2048
 MICRO_ROWS = 8
 CYCLES = 3
-CYCLE_TOKENS = 212_992
-"""Three cycles of these are 312 updates: about two minutes of training on two cores."""
-SEGMENT_UNITS = 13
-"""Two segments a cycle: rows are shuffled over a hundred thousand tokens, not over one document."""
+CYCLE_TOKENS = 327_680
+"""Three cycles of these are 480 updates: two to three minutes of training on two cores."""
+SEGMENT_UNITS = 40
+"""One segment a cycle: rows are shuffled over all its documents. With the short cycles of a demo anything finer trains
+on a few files at a time, and forgets the others."""
 PEAK_RATE = 3e-3
 FINAL_SHARE = 0.1
 """The rate at the schedule's end over the peak; not 0, so that the line can be extended."""
@@ -143,9 +144,9 @@ def _new_line(places: DemoPlaces) -> None:
         row_tokens=ROW_TOKENS,
         micro_rows=MICRO_ROWS,
         warmup_tokens=20 * TOKENS_PER_UPDATE,
-        decay_tokens=CYCLES * CYCLE_TOKENS // 2,
+        decay_tokens=CYCLES * CYCLE_TOKENS * 3 // 5,
         final_lr=FINAL_SHARE * PEAK_RATE,
-        validation={"every_updates": 52, "rows_per_source": VALIDATION_ROWS},
+        validation={"every_updates": 80, "rows_per_source": VALIDATION_ROWS},
         checkpoints={"every_updates": 40, "every_minutes": None, "keep_last": 2},
     )
 

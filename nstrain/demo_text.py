@@ -34,6 +34,9 @@ LAST_ADDED = (
 NOT_SPECIAL = ("<think>", "</think>")
 EOS_ID = FIRST_ADDED.index("</s>")
 
+PACKAGES = ("huggingface_hub", "matplotlib", "networkx", "numpy", "pydantic", "pygments", "rich", "torch")
+"""Packages that come with the extra `run`, whose Python sources are one of the demo's sources."""
+
 SAMPLE_BYTES = 12 << 20
 """Text the tokenizer is trained on: enough for 8,192 ids, a few seconds of work."""
 
@@ -58,17 +61,16 @@ def demo_sources() -> list[dict[str, Any]]:
             "include": ["**/*.py"],
             "exclude": ["site-packages/**", "dist-packages/**", "test/**", "**/__pycache__/**", "pydoc_data/**"],
             "stratum": {"by": "directory", "depth": 1},
-            "share": 3,
+            "share": 2,
         },
         {
             **common,
             "name": "packages",
             "path": str(packages),
-            "include": [f"{name}/**/*.py" for name in ("huggingface_hub", "networkx", "numpy", "pydantic", "sympy")]
-            + [f"{name}/**/*.py" for name in ("matplotlib", "torch", "rich")],
+            "include": [f"{name}/**/*.py" for name in PACKAGES],
             "exclude": ["**/tests/**", "**/test/**", "torch/testing/**"],
             "stratum": {"by": "directory", "depth": 1},
-            "share": 3,
+            "share": 1,
         },
         {
             **common,
@@ -76,7 +78,7 @@ def demo_sources() -> list[dict[str, Any]]:
             "path": str(packages / "torch" / "include"),
             "include": ["**/*.h"],
             "stratum": {"by": "directory", "depth": 1},
-            "share": 1,
+            "share": 4,
         },
         {
             **common,

@@ -172,12 +172,18 @@ def table_of(line: DataLine, cycle: int, name: str) -> np.ndarray[Any, Any]:
     return np.fromfile(line.cycle_directory(cycle) / f"{name}.idx", dtype=STREAM_DOCUMENT)
 
 
+def documents_in(line: DataLine, name: str, cycle: int) -> list[tuple[int, int, int]]:
+    """(stratum, file, document) of the documents that a source draws in a cycle; a tail is not drawn again."""
+    has_tail = manifest_of(line, cycle)["sources"][name]["tail_in"] is not None
+    table = table_of(line, cycle, name)[int(has_tail) :]
+    return [(int(entry["stratum"]), int(entry["file"]), int(entry["document"])) for entry in table]
+
+
 def drawn_documents(line: DataLine, name: str, cycles: int) -> Iterator[tuple[int, int, int, int]]:
-    """Every document that a source draws, in order: (cycle, stratum, file, document); a tail is not drawn again."""
+    """Every document that a source draws in cycles 1 ... cycles, in order: (cycle, stratum, file, document)."""
     for cycle in range(1, cycles + 1):
-        has_tail = manifest_of(line, cycle)["sources"][name]["tail_in"] is not None
-        for entry in table_of(line, cycle, name)[int(has_tail) :]:
-            yield cycle, int(entry["stratum"]), int(entry["file"]), int(entry["document"])
+        for stratum, file, document in documents_in(line, name, cycle):
+            yield cycle, stratum, file, document
 
 
 class PlainText:
@@ -190,6 +196,25 @@ class PlainText:
     def document(self, text: str) -> list[int]:
         """A document's ids and EOS."""
         return [*self._library.encode(text, add_special_tokens=False).ids, EOS]
+
+
+MASK = (1 << 64) - 1
+
+
+def reference_mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def reference_permutation(key: bytes, n: int) -> list[int]:
+    a, b, c, d = (int.from_bytes(key[i : i + 8], "little") for i in (0, 8, 16, 24))
+
+    def hashed(counter: int) -> int:
+        x = reference_mix((counter * 0x9E3779B97F4A7C15 + a) & MASK) ^ b
+        return reference_mix((reference_mix(x) + c) & MASK) ^ d
+
+    return sorted(range(n), key=lambda i: (hashed(i), i))
 
 
 def is_held_out(text: str, name: str, include: Sequence[str], exclude: Sequence[str], share: float) -> bool:

@@ -41,9 +41,12 @@ def line(original: DataLine, tmp_path: Path) -> DataLine:
 def until_waiting(line: DataLine, ahead: int = 1) -> list[PreparerStatus]:
     """Run a preparer here until it waits for a consumer or is done; its states."""
     seen: list[PreparerStatus] = []
-    run_preparer(
-        line.work, ahead, stop=lambda: bool(seen) and seen[-1].stage == "waiting_consumer", on_status=seen.append
-    )
+
+    def stop() -> bool:
+        assert len(seen) < 50 * CYCLES, "it prepares and deletes in circles"
+        return bool(seen) and seen[-1].stage == "waiting_consumer"
+
+    run_preparer(line.work, ahead, stop=stop, on_status=seen.append)
     return seen
 
 
@@ -177,13 +180,15 @@ def test_a_second_one_waits_for_an_orphan_that_is_about_to_go(line: DataLine) ->
     first = start_preparer(line.work)
     wait_for(lambda: stage_of(line, first.pid) == "waiting_consumer")
     second = start_preparer(line.work, "--ahead", "9")
-    time.sleep(1.0)
+    assert second.stderr is not None
+    told = second.stderr.readline()
+    assert told == f"waiting up to 60 s for the preparer of {line.work} (process {first.pid}) to end\n"
+    time.sleep(0.3)
     assert second.poll() is None
     first.terminate()
     first.communicate(timeout=WAIT_S)
-    _, err = second.communicate(timeout=WAIT_S)
+    second.communicate(timeout=WAIT_S)
     assert second.returncode == 0
-    assert f"waiting up to 60 s for the preparer of {line.work} (process {first.pid}) to end" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -320,12 +325,12 @@ def test_no_room_for_its_own_records_is_waited_for_too(line: DataLine, monkeypat
     failures = 3
     real = preparer_module.atomic_write_json
 
-    def full(path: Path, value: object) -> None:
+    def full(path: Path, value: object, **options: bool) -> None:
         nonlocal failures
         if path.name == "state.json" and failures:
             failures -= 1
             raise DiskFull("no room")
-        real(path, value)
+        real(path, value, **options)
 
     monkeypatch.setattr(preparer_module, "DISK_RETRY_S", 0.01)
     monkeypatch.setattr(preparer_module, "POLL_S", 0.01)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from data_helpers import quick, thorough
+from data_helpers import quick, reference_permutation, thorough
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nstrain.base.errors import Refusal
+from nstrain.data import order as order_module
 from nstrain.data.order import ORDER_VERSION, RowOrder, derive_key, keyed_permutation, row_table
-
-MASK = (1 << 64) - 1
 
 
 def make_order(shares: tuple[int, ...], **changes: int) -> RowOrder:
@@ -140,26 +140,18 @@ def test_the_table_is_the_quota_method_in_exact_numbers(shares: tuple[int, ...])
     assert row_table(reduced).tolist() == reference_table(reduced)
 
 
-def reference_mix(x: int) -> int:
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
-    return x ^ (x >> 31)
-
-
-def reference_permutation(key: bytes, n: int) -> list[int]:
-    a, b, c, d = (int.from_bytes(key[i : i + 8], "little") for i in (0, 8, 16, 24))
-
-    def hashed(counter: int) -> int:
-        x = reference_mix((counter * 0x9E3779B97F4A7C15 + a) & MASK) ^ b
-        return reference_mix((reference_mix(x) + c) & MASK) ^ d
-
-    return sorted(range(n), key=lambda i: (hashed(i), i))
-
-
 @quick(40)
 @given(st.binary(min_size=32, max_size=32), st.integers(0, 200))
 def test_the_permutation_is_the_counters_sorted_by_their_hash(key: bytes, n: int) -> None:
     assert keyed_permutation(key, n).tolist() == reference_permutation(key, n)
+
+
+def test_equal_hashes_keep_the_order_of_the_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order_module, "_mix", lambda x: (x >> np.uint64(60)) ^ (x & np.uint64(3)))  # few values
+    permutation = keyed_permutation(bytes(32), 1000).tolist()
+    assert sorted(permutation) == list(range(1000))
+    assert permutation != list(range(1000))
+    assert sum(i > j for i, j in itertools.pairwise(permutation)) < 4
 
 
 def reference_digest(order: RowOrder) -> str:

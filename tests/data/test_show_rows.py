@@ -40,6 +40,7 @@ def test_it_shows_the_rows_that_are_trained(line: DataLine, tokenizer: Path, cyc
         assert row["tokens"] == tokens[place][:FIRST_TOKENS].tolist()
         assert row["text"] == encoder.decode(tokens[place])
         assert row["window"] == rows.order.locate(place, place + 1)[1][0]
+        assert all(document["tokens"] > 0 for document in row["documents"])
         assert sum(document["tokens"] for document in row["documents"]) == row_tokens
         assert row["stratum"] == row["documents"][0]["stratum"]
         assert sum(row["strata"].values()) == row_tokens
