@@ -143,7 +143,7 @@ def _new_line(places: DemoPlaces) -> None:
         TOKENS_PER_UPDATE,
         row_tokens=ROW_TOKENS,
         micro_rows=MICRO_ROWS,
-        warmup_tokens=20 * TOKENS_PER_UPDATE,
+        warmup_tokens=CYCLES * CYCLE_TOKENS // 24,
         decay_tokens=CYCLES * CYCLE_TOKENS * 3 // 5,
         final_lr=FINAL_SHARE * PEAK_RATE,
         validation={"every_updates": 80, "rows_per_source": VALIDATION_ROWS},

@@ -24,9 +24,13 @@ PARTIAL_SUFFIX = ".partial"
 """Ends the name of whatever is being written; anything that carries it is garbage once its writer is gone."""
 
 
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+"""Made once: `json.dumps` would make one for each of a list's 64,000 files."""
+
+
 def canonical_json(value: Any) -> bytes:
     """One byte string for one value: sorted keys, no spaces, UTF-8. What is hashed is written in this form."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return _CANONICAL.encode(value).encode()
 
 
 def pretty_json(value: Any) -> bytes:

@@ -36,3 +36,9 @@ class Exhausted(Refusal):
 
 class DiskFull(NstrainError):
     """The file system has no room for what must be written next."""
+
+
+class Interrupted(NstrainError):
+    """Ctrl-C in a command that has no orderly stop of its own; what it had finished is whole."""
+
+    exit_code = ExitCode.STOPPED

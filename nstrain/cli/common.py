@@ -63,6 +63,10 @@ class Bars:
         """A step is done to a share of 0 ... 1."""
         self._update(step, share, f"{share:4.0%}")
 
+    def show(self, step: str, share: float, amount: str) -> None:
+        """A step is done to a share of 0 ... 1, with words of its own for how far it is."""
+        self._update(step, share, amount)
+
     def add(self, step: str, size: int) -> None:
         """A step of unknown length has done another so many bytes."""
         from nstrain.base.units import human_bytes

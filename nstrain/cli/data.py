@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nstrain.base.errors import Refusal
-from nstrain.base.units import human_bytes, human_count, parse_tokens
-from nstrain.cli.common import progress_bars, resolve, table
+from nstrain.base.errors import ExitCode, Refusal
+from nstrain.base.units import human_bytes, human_count, human_seconds, parse_tokens
+from nstrain.cli.common import Bars, progress_bars, resolve, table
+from nstrain.data.recipes import DEFAULT as DEFAULT_RECIPE
+
+if TYPE_CHECKING:
+    from nstrain.data.hub.downloads import DownloadProgress
+    from nstrain.data.plan import LinePlan
 
 app = typer.Typer(help="Data lines: pinned text, tokenized in cycles.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -23,9 +30,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")
 @app.command("init")
 def init(
     work: Work,
-    recipe: Annotated[Path, typer.Option(help="Recipe file: the sources and their shares (docs/guide/data.md).")],
     eos_id: Annotated[int, typer.Option(help="Id of the token put after every document.")],
     cycle_tokens: Annotated[str, typer.Option(help="Tokens of a cycle, e.g. 2e10; rounded to whole segments.")],
+    recipe: Annotated[
+        str, typer.Option(help="Recipe: a file (docs/guide/data.md), or the name of one that comes with nstrain.")
+    ] = DEFAULT_RECIPE,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json (default: host.json's).")] = None,
     cycles: Annotated[int | None, typer.Option(min=1, help="Cycles (default: until the sources are used up).")] = None,
     unit_tokens: Annotated[int, typer.Option(min=1, help="The longest row the line will ever use.")] = 32768,
@@ -36,7 +45,7 @@ def init(
     open_files: Annotated[int, typer.Option(min=1, help="Files of a stratum that are open together.")] = 2,
 ) -> None:
     """Make a data line: pin every input, check that it can be met. The directory appears whole or not at all."""
-    from nstrain.data.init import init_line, load_recipe
+    from nstrain.data.init import find_recipe, init_line
     from nstrain.settings.host import load_host
 
     host = load_host()
@@ -46,7 +55,7 @@ def init(
     with progress_bars() as bar:
         line = init_line(
             resolve(work),
-            load_recipe(recipe),
+            find_recipe(recipe),
             named,
             eos_id,
             parse_tokens(cycle_tokens, "--cycle-tokens"),
@@ -55,7 +64,11 @@ def init(
             segment_units,
             seed,
             open_files,
-            on_file=lambda source, size: bar.add(f"hashing {source}", size),
+            Path(host.calibration_from) if host.calibration_from else None,
+            on_file=lambda source, size: bar.add(f"pinning {source}", size),
+            on_sample=lambda source, share: bar.set(f"sampling {source}", share),
+            on_download=_shows_downloads(bar),
+            on_notice=bar.say,
         )
     rows = [(s.settings.name, f"{s.files:,}", human_bytes(s.bytes)) for s in line.settings.sources]
     print(table(f"data line {line.work}", ("source", "files", "size"), rows))
@@ -64,6 +77,19 @@ def init(
     plan = line.cycle_plan(1)
     print(f"schedule: {count} of {piece.cycle_tokens:,} tokens in {plan.segments} segments; unit {unit_tokens:,}")
     print(f"next: nstrain data val --work {work}")
+
+
+def _shows_downloads(bar: Bars) -> Callable[[DownloadProgress], None]:
+    """Shows downloads on a bar, and says once what is being waited for."""
+    said: list[str] = []
+
+    def show(progress: DownloadProgress) -> None:
+        bar.show(f"fetching {progress.source}", progress.bytes_done / max(1, progress.bytes), progress.describe())
+        if progress.trouble is not None and said != [progress.trouble]:
+            said[:] = [progress.trouble]
+            bar.say(progress.trouble)
+
+    return show
 
 
 @app.command("val")
@@ -75,12 +101,17 @@ def val(
 ) -> None:
     """Gather the held-out text that validation reads; fixed for the line's life."""
     from nstrain.data.line import DataLine
+    from nstrain.data.preparer import preparer_lock
     from nstrain.data.val import collect_held_out
 
     line = DataLine.open(resolve(work))
     tokens = None if tokens_per_source is None else parse_tokens(tokens_per_source, "--tokens-per-source")
-    with progress_bars() as bar:
-        index = collect_held_out(line, tokens, lambda source, share: bar.set(f"reading {source}", share))
+    with contextlib.ExitStack() as held, progress_bars() as bar:
+        if any(line.source(name).kind == "hub" for name in line.source_names):  # a preparer deletes what is fetched
+            held.enter_context(preparer_lock(line.work).acquire(f"the preparer of {line.work}"))
+        index = collect_held_out(
+            line, tokens, lambda source, share: bar.set(f"reading {source}", share), _shows_downloads(bar)
+        )
     rows = []
     for name, entry in index["sources"].items():
         pooled = sum(len(group["strata"]) for group in entry["groups"] if group["pooled"])
@@ -111,23 +142,184 @@ def extend(
     """Add cycles at the end of the schedule; what it already says never changes."""
     from nstrain.data.extend import extend_line
 
-    recipe: dict[str, int] = {}
-    for pair in share or ():
-        name, separator, number = pair.partition("=")
-        if not separator or not number.isdecimal() or int(number) < 1 or name in recipe:
-            raise Refusal(f"--share: expected NAME=SHARE with a positive whole number, each name once, found {pair!r}")
-        recipe[name] = int(number)
     tokens = None if cycle_tokens is None else parse_tokens(cycle_tokens, "--cycle-tokens")
-    line = extend_line(resolve(work), cycles, tokens, recipe or None)
+    line = extend_line(resolve(work), cycles, tokens, _recipe(share))
     piece = line.settings.schedule[-1]
     count = "open-ended" if piece.cycles is None else f"{piece.cycles} more cycles"
     print(f"schedule: {count} of {piece.cycle_tokens:,} tokens; {line.cycle_count or 'any number of'} cycles in all")
+
+
+def _recipe(shares: list[str] | None) -> dict[str, int] | None:
+    """--share NAME=SHARE ... as a recipe; None if there is none."""
+    recipe: dict[str, int] = {}
+    for pair in shares or ():
+        name, separator, number = pair.partition("=")
+        if not name or not separator or not number.isdecimal() or int(number) < 1 or name in recipe:
+            raise Refusal(f"--share: expected NAME=SHARE with a positive whole number, each name once, found {pair!r}")
+        recipe[name] = int(number)
+    return recipe or None
+
+
+@app.command("branch")
+def branch(
+    work: Work,
+    trunk: Annotated[str, typer.Option("--from", help="The data line to fork from.")],
+    at_cycle: Annotated[int, typer.Option(min=1, help="Fork from the state after this cycle.")],
+    cycle_tokens: Annotated[str, typer.Option(help="Tokens of a cycle; rounded to whole segments.")],
+    cycles: Annotated[int | None, typer.Option(min=1, help="Cycles (default: until the sources are used up).")] = None,
+    share: Annotated[
+        list[str] | None, typer.Option(help="NAME=SHARE, once a source: the branch's recipe (default: the trunk's).")
+    ] = None,
+    unit_tokens: Annotated[int | None, typer.Option(min=1, help="The longest row (default: the trunk's).")] = None,
+    segment_units: Annotated[int | None, typer.Option(min=1, help="Units of a share in a segment.")] = None,
+) -> None:
+    """Fork a data line: the same pinned inputs and held-out rows, its own schedule; neither disturbs the other."""
+    from nstrain.data.branch import branch_line
+
+    tokens = parse_tokens(cycle_tokens, "--cycle-tokens")
+    line = branch_line(
+        resolve(work), resolve(trunk), at_cycle, tokens, cycles, _recipe(share), unit_tokens, segment_units
+    )
+    piece = line.settings.schedule[0]
+    count = cycles or "open-ended,"
+    print(f"{line.work}: forked after cycle {at_cycle}; {count} cycles of {piece.cycle_tokens:,} tokens")
+    if not (line.work / "val").exists():
+        print(f"its rows are longer than the trunk's; next: nstrain data val --work {work}")
+
+
+@app.command("plan")
+def plan(work: Work, as_json: AsJson = False) -> None:
+    """What the schedule takes of each source, when one runs out, and what a cycle costs; nothing is read."""
+    from nstrain.data.line import DataLine
+    from nstrain.data.plan import plan_line
+
+    line = DataLine.open(resolve(work))
+    planned = plan_line(line)
+    if planned is None:
+        print("null" if as_json else f"{line.work}: every cycle of the schedule is prepared")
+        return
+    if as_json:
+        print(json.dumps(planned.to_json(), indent=2))
+    else:
+        _show_plan(line.work, planned)
+    short = [source for source in planned.sources if source.short]
+    if short:
+        print(f"the schedule cannot be met from cycle {min(s.runs_out_in_cycle or 0 for s in short)}", file=sys.stderr)
+        raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _show_plan(work: Path, planned: LinePlan) -> None:
+    rows = [
+        (
+            source.source,
+            human_count(source.left_tokens),
+            human_count(source.cycle_tokens),
+            "open-ended" if source.takes_tokens is None else human_count(source.takes_tokens),
+            "lasts" if source.runs_out_in_cycle is None else f"in cycle {source.runs_out_in_cycle}",
+        )
+        for source in planned.sources
+    ]
+    heads = ("source", "left (about)", "next cycle", "schedule takes", "runs out")
+    print(table(f"{work} from cycle {planned.next_cycle}", heads, rows))
+    print(
+        f"a cycle: {human_bytes(planned.cycle_bytes)} of token files, about {human_seconds(planned.prepare_s)} to "
+        "encode with one worker"
+    )
+
+
+@app.command("status")
+def status(work: Work, as_json: AsJson = False) -> None:
+    """Where the data line stands: what is prepared, on disk and in use, and what the preparer does."""
+    from nstrain.data.line import DataLine
+    from nstrain.data.look import data_status
+
+    found = data_status(DataLine.open(resolve(work)))
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+        return
+    on_disk = ", ".join(map(str, found.cycles_on_disk)) or "none"
+    rows = [
+        ("cycles prepared", f"{found.prepared_cycles} of {found.cycle_count or 'an open-ended schedule'}"),
+        ("cycles on disk", f"{on_disk} ({human_bytes(found.cycles_bytes)})"),
+        ("opened files", human_bytes(found.open_bytes)),
+        ("fetched, not opened", human_bytes(found.downloads_bytes)),
+        ("held-out rows", "gathered" if found.held_out else "missing: run nstrain data val"),
+    ]
+    if found.preparer is not None:
+        stage = found.preparer.stage.replace("_", " ")
+        running = "" if found.preparing else " (not running)"
+        rows.append(("preparer", f"{stage}, cycle {found.preparer.cycle}{running}"))
+        if (download := found.preparer.download_progress) is not None:
+            rows.append(("", f"{download.source}: {download.describe()}"))
+        if found.preparer.error:
+            rows.append(("", found.preparer.error))
+    rows += [("consumer", f"{c.run}: cycle {c.cycle}, row {c.row:,}") for c in found.consumers]
+    print(table(str(found.work), ("", ""), rows))
+
+
+@app.command("verify")
+def verify(work: Work, as_json: AsJson = False) -> None:
+    """Check every hash of a data line and the chain of its manifests; all failures at once."""
+    import dataclasses
+
+    from nstrain.data.line import DataLine
+    from nstrain.data.verify import verify_line
+
+    with progress_bars() as bar:
+        found = verify_line(DataLine.open(resolve(work)), lambda what: bar.set(f"verifying {what}", 0.0))
+    if as_json:
+        print(json.dumps([dataclasses.asdict(item) for item in found], indent=2))
+    else:
+        for item in found:
+            print(f"{'ok' if item.ok else 'FAILED':>6}  {item.what}: {item.message}")
+    if not all(item.ok for item in found):
+        raise typer.Exit(int(ExitCode.FAILED))
+
+
+@app.command("rebuild")
+def rebuild(
+    cycle: Annotated[int | None, typer.Option(min=1, help="The cycle, of the line in --work.")] = None,
+    work: Annotated[str | None, typer.Option("--work", help="The data line's directory.")] = None,
+    manifest: Annotated[Path | None, typer.Option(help="Without a line: the cycle's manifest.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Without a line: its tokenizer.json.")] = None,
+    source: Annotated[
+        list[str] | None, typer.Option(help="Without a line: NAME=DIRECTORY, once a source of kind local.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The directory to make (default: the cycle's place in the line).")
+    ] = None,
+) -> None:
+    """Make a cycle's token files again from its manifest alone, in its line or on an empty machine."""
+    from nstrain.data.line import DataLine
+    from nstrain.data.preparer import preparer_lock
+    from nstrain.data.rebuild import rebuild_cycle, rebuild_in_line
+
+    with progress_bars() as bar:
+
+        def show(share: float) -> None:
+            bar.set("rebuilding", share)
+
+        if work is not None and cycle is not None and manifest is None:
+            line = DataLine.open(resolve(work))
+            with preparer_lock(line.work).acquire(f"the preparer of {line.work}"):
+                directory = rebuild_in_line(line, cycle, out, show, _shows_downloads(bar))
+        elif manifest is not None and tokenizer is not None and out is not None and work is None:
+            pairs = dict(pair.partition("=")[::2] for pair in source or ())
+            places = {name: Path(place) for name, place in pairs.items()}
+            rebuild_cycle(manifest, tokenizer, places, out, show, on_download=_shows_downloads(bar))
+            directory = out
+        else:
+            raise Refusal("rebuild takes --work and --cycle, or --manifest, --tokenizer, --source and --out")
+    print(f"{directory}: rebuilt, with the manifest's hashes")
 
 
 @app.command("run-preparer")
 def run_preparer_command(
     work: Work,
     ahead: Annotated[int, typer.Option(min=1, help="Cycles kept ready beyond the furthest consumer's.")] = 1,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that open files (default: the cores; 0: none beside this one).")
+    ] = None,
     until: Annotated[
         int | None, typer.Option(min=1, help="Prepare through this cycle, whatever the consumers do, and exit.")
     ] = None,
@@ -140,15 +332,18 @@ def run_preparer_command(
         signal.signal(number, lambda n, _: told.append(n))
     last: list[str] = []
     with progress_bars() as bar:
+        show_download = _shows_downloads(bar)
 
         def show(status: PreparerStatus) -> None:
             if status.stage == "preparing":
                 bar.set(f"preparing cycle {status.cycle}", status.progress)
+            elif status.download_progress is not None:
+                show_download(status.download_progress)
             elif last != [status.stage]:
                 bar.say(f"{status.stage.replace('_', ' ')} (cycle {status.cycle}) {status.error or ''}".rstrip())
             last[:] = [status.stage]
 
-        code = run_preparer(resolve(work), ahead, until, lambda: bool(told), show)
+        code = run_preparer(resolve(work), ahead, until, lambda: bool(told), show, workers=workers)
     raise typer.Exit(int(code))
 
 

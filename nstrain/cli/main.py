@@ -5,13 +5,15 @@ Nothing heavy is imported until a command needs it: `--help` and `status` answer
 
 from __future__ import annotations
 
+import signal
 import sys
+from types import FrameType
 from typing import Annotated
 
 import typer
 
 from nstrain import __version__
-from nstrain.base.errors import ExitCode, NstrainError
+from nstrain.base.errors import ExitCode, Interrupted, NstrainError
 from nstrain.cli import data, lines
 
 app = typer.Typer(
@@ -47,8 +49,14 @@ def common(
         enter_host()
 
 
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    raise Interrupted("interrupted; what was finished is kept, and the same command goes on from there")
+
+
 def main() -> None:
     """Entry point: runs a command; an error that a person can act on is one message and an exit code."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored (nohup, a shell's &) stays ignored
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         app(standalone_mode=True)
     except NstrainError as error:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from nstrain.base.errors import Exhausted
 from nstrain.data.encode import Encoder
+from nstrain.data.line import PinnedSource
 from nstrain.data.schedule import Schedule
 
 
-def refuse_too_small(schedule: Schedule, sizes: Mapping[str, tuple[int, int]], encoder: Encoder) -> None:
+def refuse_too_small(schedule: Schedule, sources: Sequence[PinnedSource], encoder: Encoder) -> None:
     """Refuse a schedule that takes more of a source than its bytes can hold as tokens.
 
-    `sizes` is each source's (bytes, documents at most). An open-ended piece counts as one cycle. Raises `Exhausted`.
+    Proven for text trees, whose files are one document each; bytes of rows may be compressed and prove nothing. An
+    open-ended piece counts as one cycle. Raises `Exhausted`.
     """
-    for name, (size, documents) in sizes.items():
+    for source in sources:
+        if source.settings.reader != "text":
+            continue
+        name = source.settings.name
         need = schedule.tokens_of(name) + 1
-        most = encoder.max_tokens(size, documents)
+        most = encoder.max_tokens(source.bytes, source.files)
         if most is not None and most < need:
             cycles = "one cycle" if schedule.cycle_count is None else f"{schedule.cycle_count} cycles"
             raise Exhausted(
-                f"source {name}: {cycles} of the schedule take {need:,} tokens of it, but its {size:,} pinned bytes "
-                f"give at most {most:,}; give it a smaller share, take fewer or smaller cycles, or more text"
+                f"source {name}: {cycles} of the schedule take {need:,} tokens of it, but its {source.bytes:,} pinned "
+                f"bytes give at most {most:,}; give it a smaller share, fewer or smaller cycles, or make a line with "
+                "more text"
             )

@@ -31,9 +31,20 @@ from nstrain.data.consumers import read_consumers
 from nstrain.data.draw import SourceDraw, document_tokens
 from nstrain.data.encode import Encoder
 from nstrain.data.line import DataLine
-from nstrain.data.manifest import encode_manifest, load_manifest, manifest_head, states_before
-from nstrain.data.schedule import CyclePlan
+from nstrain.data.manifest import (
+    encode_manifest,
+    load_manifest,
+    manifest_head,
+    opening_of,
+    previous_sha256,
+    refuse_edited_past,
+    states_before,
+)
+from nstrain.data.opened import OpenedFiles, OpenerPool
+from nstrain.data.opening import Opening, open_for_cycle
+from nstrain.data.sources import SourceSettings
 from nstrain.data.state import SourceState
+from nstrain.data.supply import OnDownload, fetched_nothing
 
 STREAM_DOCUMENT = np.dtype([("end", "<u8"), ("stratum", "<u4"), ("file", "<u4"), ("document", "<u4"), ("row", "<u4")])
 """A document in NAME.idx: where it ends in the stream (cut at the stream's end), its stratum, its file's place in the
@@ -43,66 +54,96 @@ BUFFER_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stream:
-    """What drawing and writing one source's stream gave."""
+class SourceJob:
+    """What one source's stream of a cycle is drawn from."""
 
-    record: dict[str, Any]
-    after: SourceState
+    settings: SourceSettings
+    listing_sha256: str
+    strata: tuple[str, ...]
+    files: OpenedFiles
+    opening: Opening
 
 
 def prepare_cycle(
-    line: DataLine, cycle: int, encoder: Encoder, progress: Callable[[float], None] = lambda share: None
+    line: DataLine,
+    cycle: int,
+    encoder: Encoder,
+    progress: Callable[[float], None] = lambda share: None,
+    pool: OpenerPool | None = None,
+    on_download: OnDownload = fetched_nothing,
 ) -> str:
     """Prepare a cycle and mark it READY; returns its manifest's SHA-256.
 
     `progress` is called often with the share that is written, and may raise to stop. If the cycle's manifest exists
-    already (its tokens were deleted, or the last preparer was killed), the result must equal it. Raises `Exhausted`,
-    `Refusal` or `DiskFull`.
+    already - its tokens were deleted, or the last preparer was killed - the cycle is drawn from it alone, and must come
+    out equal. With a pool, files are opened by its processes. `on_download` is told of what
+    is fetched, and may raise like `progress`. Raises `Exhausted`, `Refusal` or `DiskFull`.
     """
     plan = line.cycle_plan(cycle)
-    before = states_before(line, cycle)
-    kept: dict[str, set[tuple[int, int]]] = {}
-    manifest = manifest_head(line, plan)
-    done = 0
+    path = line.manifest_path(cycle)
+    known = load_manifest(path) if path.exists() else None
+    if known is not None:
+        refuse_edited_past(line, known)
+    before = {} if known is not None else states_before(line, cycle)
+    calibration = line.calibration()
+    written = 0
 
-    def report(written: int) -> None:
-        progress((done + written) / plan.tokens)
+    def job(index: int) -> SourceJob:
+        name, listing = plan.sources[index], line.listing(plan.sources[index])
+        files = line.opened_files(name, encoder, pool, lambda: progress(written / plan.tokens), on_download)
+        opening = opening_of(known["sources"][name]) if known is not None else None
+        strata = before[name].strata if opening is None else opening.strata
+        # Of a branch, a rebuilt cycle or a lost cache none of them may be there.
+        files.prefetch([(i, file.order) for i, stratum in enumerate(strata) for file in stratum.open])
+        if opening is None:
+            rates = calibration.rates(line.source(name), listing)
+            targets, open_files = plan.source_tokens[index], line.settings.open_files
+            opening = open_for_cycle(files, listing, before[name], rates, targets, open_files, cycle)
+        return SourceJob(line.source(name), listing.digest, listing.strata, files, opening)
 
     with directory_by_rename(line.cycle_directory(cycle)) as directory:
-        sources, after = {}, {name: state.to_json() for name, state in before.items()}
+        head = manifest_head(line, plan)
+        sources: dict[str, Any] = {}
+        after = {name: state.to_json() for name, state in before.items()} if known is None else dict(known["after"])
+        jobs = []
         for index, name in enumerate(plan.sources):
-            stream = _write_stream(line, plan, index, before[name], encoder, directory, report)
-            sources[name] = stream.record
-            after[name] = stream.after.to_json()
-            kept[name] = _still_needed(stream.after)
-            done += plan.source_tokens[index]
+            jobs.append(job(index))
+            base = written
+            stream = write_stream(jobs[-1], head, directory, lambda n, base=base: progress((base + n) / plan.tokens))  # type: ignore[misc]
+            sources[name], after[name] = stream.record, stream.after.to_json()
+            written += plan.source_tokens[index]
             kill_point("cycle:source written")
         data, sha256 = encode_manifest(
-            {**manifest, "previous": _previous_sha256(line, cycle), "sources": sources, "after": after}
+            {**head, "previous": previous_sha256(line, cycle), "sources": sources, "after": after}
         )
         _put_manifest(line, cycle, data, sha256)
         kill_point("cycle:manifest written")
         (directory / "READY").write_bytes(canonical_json({"manifest_sha256": sha256}))
     kill_point("cycle:renamed")
-    for name, keep in kept.items():
-        line.opened_files(name, encoder).forget(keep)
+    if known is None:  # a rebuilt cycle says nothing of what the next new one needs
+        for done in jobs:
+            state = SourceState.from_json(after[done.settings.name])
+            done.files.forget(_still_needed(state), [stratum.next_file for stratum in state.strata])
     return sha256
 
 
-def _write_stream(
-    line: DataLine,
-    plan: CyclePlan,
-    index: int,
-    before: SourceState,
-    encoder: Encoder,
-    directory: Path,
-    progress: Callable[[int], None],
-) -> _Stream:
-    name, targets = plan.sources[index], plan.source_tokens[index]
-    files = line.opened_files(name, encoder, on_open=lambda: progress(0))
-    draw = SourceDraw(files, before, targets, line.settings.open_files, plan.cycle)
-    segment_tokens = plan.segment_tokens[index]
-    segments: list[dict[tuple[int, int], list[int]]] = [{} for _ in range(plan.segments)]
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """What drawing and writing one source's stream gave."""
+
+    record: dict[str, Any]
+    """The source's part of the manifest."""
+    after: SourceState
+
+
+def write_stream(job: SourceJob, head: dict[str, Any], directory: Path, progress: Callable[[int], None]) -> Stream:
+    """Draw a source's stream of the cycle that a manifest's head describes, into NAME.bin and NAME.idx."""
+    name = job.settings.name
+    segment_tokens = head["recipe"][name] * head["segment_units"] * head["unit_tokens"]
+    targets = segment_tokens * head["segments"]
+    dtype = np.dtype(head["token_dtype"])
+    draw = SourceDraw(job.files, job.opening, targets, head["open_files"], head["cycle"])
+    segments: list[dict[tuple[int, int], list[int]]] = [{} for _ in range(head["segments"])]
     position = documents = reported = 0
     with (
         disk_full_is_named(directory / f"{name}.bin"),
@@ -110,9 +151,9 @@ def _write_stream(
         _HashingFile(directory / f"{name}.idx") as table_file,
     ):
         for drawn in draw.documents():
-            file = files.get(drawn.stratum, drawn.order)
+            file = job.files.get(drawn.stratum, drawn.order)
             ids = document_tokens(file, drawn)[: targets + 1 - position]
-            tokens_file.write(ids.astype(line.token_dtype).tobytes())
+            tokens_file.write(ids.astype(dtype).tobytes())
             if not drawn.is_tail:  # a document belongs to the segment in which its first token is a target
                 segment = segments[max(0, position - 1) // segment_tokens]
                 taken = segment.setdefault((drawn.stratum, drawn.order), [drawn.document, drawn.document])
@@ -128,16 +169,17 @@ def _write_stream(
                 progress(min(position, targets))
     assert position == targets + 1, f"{name}: the stream has {position} tokens instead of {targets + 1}"
     assert draw.state_after is not None
-    listing = line.listing(name)
+    opening = job.opening
     record = {
-        "identity": line.source(name).identity.hex(),
-        "held_out": line.source(name).held_out,
-        "listing_sha256": listing.digest,
+        "identity": job.settings.identity.hex(),
+        "settings": job.settings.pinned(),
+        "listing_sha256": job.listing_sha256,
         "targets": targets,
-        "strata": list(listing.strata),
-        "shares": list(draw.shares),
-        "opened": [dataclasses.asdict(s) for s in draw.opened_state],
-        "tail_in": None if before.tail is None else dataclasses.asdict(before.tail),
+        "strata": list(job.strata),
+        "shares": list(opening.shares),
+        "opened": [dataclasses.asdict(stratum) for stratum in opening.strata],
+        "opened_counts": dataclasses.asdict(opening.counts),
+        "tail_in": None if opening.tail is None else dataclasses.asdict(opening.tail),
         "segments": [[[*file, *taken] for file, taken in sorted(segment.items())] for segment in segments],
         "documents": documents,
         "files": {
@@ -145,17 +187,13 @@ def _write_stream(
             "idx": {"bytes": table_file.size, "sha256": table_file.sha256},
         },
     }
-    return _Stream(record, draw.state_after)
+    return Stream(record, draw.state_after)
 
 
 def _still_needed(after: SourceState) -> set[tuple[int, int]]:
     """The opened files that the next cycle reads."""
     needed = {(index, file.order) for index, stratum in enumerate(after.strata) for file in stratum.open}
     return needed | ({(after.tail.stratum, after.tail.order)} if after.tail else set())
-
-
-def _previous_sha256(line: DataLine, cycle: int) -> str | None:
-    return None if cycle == 1 else sha256_bytes(line.manifest_path(cycle - 1).read_bytes())
 
 
 def _put_manifest(line: DataLine, cycle: int, data: bytes, sha256: str) -> None:

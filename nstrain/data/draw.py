@@ -1,12 +1,5 @@
 """The token stream of one source for one cycle: whole documents, each from the stratum furthest behind its share.
 
-opening    Before the cycle each stratum opens files, in their pinned order, until those open hold its need plus one
-           longest document, and at least `open_files` are open. Needs follow from the shares, shares from what is
-           left, and what is left of a file is exact once it is open (before that, its bytes at the source's tokens a
-           byte so far); so the two are repeated until no stratum opens another file. It only ever grows: it ends.
-shares     A stratum's share in the cycle is what it has left over what the source has left, as whole numbers that
-           sum to 2^28; the tail counts with its stratum. They are fixed for the cycle and stored in its manifest;
-           deficits restart with each cycle.
 documents  The stream begins with the tail that the cycle before left. The next document is always of the stratum
            whose drawn tokens are furthest behind its share of all that was drawn (ties: the lowest index). So every
            stretch of the stream holds every stratum at its share to within about a document.
@@ -14,6 +7,9 @@ files      Inside a stratum all but the newest `open_files` files are used up in
            the rest together, always the one furthest behind its part of what they held when the cycle began.
 the cut    The stream ends at the cycle's exact number of targets plus one token. That token is also the first of
            the tail, which the next cycle begins with: every token but the source's very first is a target once.
+
+What is open and what the shares are has been settled before (opening.py). Given that, nothing here reads a list of
+files: a cycle can be drawn again from its manifest.
 """
 
 from __future__ import annotations
@@ -27,10 +23,8 @@ import numpy.typing as npt
 
 from nstrain.base.errors import Exhausted
 from nstrain.data.opened import FileTokens, OpenedFiles
-from nstrain.data.state import OpenFile, SourceState, StratumState, Tail
-
-SHARE_ONE = 1 << 28
-"""The sum of a cycle's shares by stratum; small enough that a deficit of 2^33 tokens is exact in 64 bits."""
+from nstrain.data.opening import SHARE_ONE, Opening
+from nstrain.data.state import OpenFile, SourceState, Tail
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,129 +44,23 @@ class Drawn:
     """Whether the cycle before drew it."""
 
 
-@dataclasses.dataclass
-class _Stratum:
-    """A stratum while a cycle is drawn."""
-
-    next_file: int
-    open: list[OpenFile]
-    left: int
-    """Tokens in its open files when the drawing begins, and in the tail if that is its."""
-    longest: int
-    """Tokens of the longest document in them."""
-    unopened_bytes: int
-
-
 class SourceDraw:
-    """Draws one source's stream of one cycle. Make it, iterate `documents()` to the end, then read `state_after`."""
+    """Draws one source's stream of one cycle. Iterate `documents()` to the end, then read `state_after`."""
 
-    def __init__(self, files: OpenedFiles, before: SourceState, targets: int, open_files: int, cycle: int) -> None:
-        """Opens the files that the cycle needs. Raises `Exhausted` if the source or a stratum has too little left."""
-        self._files, self._listing, self._cycle = files, files.listing, cycle
-        self._tail = before.tail
+    def __init__(self, files: OpenedFiles, opening: Opening, targets: int, open_files: int, cycle: int) -> None:
+        self._files, self._opening, self._cycle = files, opening, cycle
         self._need = targets + 1
-        self._open_files = open_files
-        self._strata = [
-            _Stratum(
-                next_file=state.next_file,
-                open=list(state.open),
-                left=sum(file.left for file in state.open),
-                longest=max((files.get(i, f.order).longest_from(f.cursor) for f in state.open), default=0),
-                unopened_bytes=sum(file.size for file in files.listing.files[i][state.next_file :]),
-            )
-            for i, state in enumerate(before.strata)
-        ]
-        if self._tail is not None:
-            self._strata[self._tail.stratum].left += self._tail.tokens
-        self.counts = before.counts
-        self.shares = self._open_and_share()
-        self.opened_state = tuple(StratumState(s.next_file, tuple(s.open)) for s in self._strata)
-        """Every stratum as the drawing begins: what is open, with the cursors."""
+        self._pickers = [_FilePicker(list(stratum.open), open_files) for stratum in opening.strata]
+        self._counts = opening.counts
         self.state_after: SourceState | None = None
-
-    # ---------------------------------------------------------------- opening and shares
-
-    def _open_and_share(self) -> tuple[int, ...]:
-        """Open files and settle the shares (see the module's text)."""
-        for index in range(len(self._strata)):
-            self._open_until(index, 0)
-        while True:
-            shares = self._shares()
-            opened = False
-            for index, share in enumerate(shares):
-                opened |= self._open_until(index, -(-share * self._need // SHARE_ONE))
-            if not opened:
-                break
-        left = sum(s.left for s in self._strata)
-        if left < self._need and not any(s.unopened_bytes for s in self._strata):
-            raise Exhausted(
-                f"source {self._files.source.name} runs out in cycle {self._cycle}: the cycle takes {self._need:,} "
-                f"tokens of it and {left:,} are left (after {self.counts.held_out:,} held-out and "
-                f"{self.counts.rejected:,} rejected rows of {self.counts.files:,} files); end the schedule after "
-                f"cycle {self._cycle - 1}, give the source a smaller share, or add text to a new line"
-            )
-        return shares
-
-    def _open_until(self, index: int, need: int) -> bool:
-        """Open files of a stratum until it holds `need` and a longest document; says whether any was opened."""
-        stratum, files = self._strata[index], self._listing.files[index]
-        opened = False
-        while stratum.next_file < len(files) and (
-            len(stratum.open) < self._open_files or stratum.left < need + stratum.longest
-        ):
-            self._open_next(index)
-            opened = True
-        return opened
-
-    def _open_next(self, index: int) -> None:
-        stratum = self._strata[index]
-        file = self._files.get(index, stratum.next_file)
-        tokens = len(file.tokens)
-        stratum.next_file += 1
-        stratum.unopened_bytes -= file.file.size
-        if file.documents:
-            stratum.left += tokens
-            stratum.longest = max(stratum.longest, file.longest_from(0))
-            pinned = file.file
-            stratum.open.append(
-                OpenFile(pinned.order, pinned.path, pinned.size, pinned.sha256, file.documents, tokens, 0, tokens)
-            )
-        self.counts = self.counts.plus(
-            files=1,
-            opened_bytes=file.file.size,
-            opened_tokens=tokens,
-            rows=file.rows,
-            documents=file.documents,
-            held_out=file.held_out,
-            rejected=file.rejected,
-        )
-
-    def _shares(self) -> tuple[int, ...]:
-        """Tokens left by stratum - exact where open, pinned bytes at the source's rate elsewhere - over their sum."""
-        rate_bytes = max(1, self.counts.opened_bytes)
-        weights = [
-            stratum.left * rate_bytes + stratum.unopened_bytes * self.counts.opened_tokens for stratum in self._strata
-        ]
-        total = sum(weights)
-        if total == 0:
-            return tuple(0 for _ in weights)
-        floors = [weight * SHARE_ONE // total for weight in weights]
-        by_remainder = sorted(range(len(weights)), key=lambda i: (-(weights[i] * SHARE_ONE % total), i))
-        for index in by_remainder[: SHARE_ONE - sum(floors)]:
-            floors[index] += 1
-        return tuple(floors)
-
-    # ---------------------------------------------------------------- drawing
 
     def documents(self) -> Iterator[Drawn]:
         """The stream's documents in order, the last one as a whole: the cut is the caller's, the tail ours."""
-        drawn = np.zeros(len(self._strata), dtype=np.int64)
-        shares = np.array(self.shares, dtype=np.int64)
+        shares = np.array(self._opening.shares, dtype=np.int64)
+        drawn = np.zeros(len(shares), dtype=np.int64)
         eligible = shares > 0
-        pickers = [_FilePicker(stratum.open, self._open_files) for stratum in self._strata]
-        total, last = 0, None
-        if self._tail is not None:
-            tail = self._tail
+        total, last, tail = 0, None, self._opening.tail
+        if tail is not None:
             last = Drawn(tail.stratum, tail.order, tail.document, tail.offset, tail.tokens, is_tail=True)
             total += last.tokens
             drawn[last.stratum] += last.tokens
@@ -180,35 +68,32 @@ class SourceDraw:
         while total < self._need:
             deficits = np.where(eligible, shares * total - drawn * SHARE_ONE, np.iinfo(np.int64).min)
             index = int(np.argmax(deficits))
-            last = self._take(index, pickers[index])
+            last = self._take(index)
             total += last.tokens
             drawn[index] += last.tokens
             yield last
         assert last is not None, "a cycle takes at least one document"
         self.state_after = self._after(last, total)
 
-    def _take(self, index: int, picker: _FilePicker) -> Drawn:
+    def _take(self, index: int) -> Drawn:
+        picker = self._pickers[index]
         position = picker.pick()
         if position is None:
-            stratum = self._strata[index]
-            name = self._listing.strata[index]
             raise Exhausted(
-                f"source {self._files.source.name}, stratum {name!r}, runs out in cycle {self._cycle}: all "
-                f"{stratum.next_file} of its files are used up; end the schedule after cycle {self._cycle - 1}, or "
-                "give the source a smaller share"
+                f"source {self._files.source.name}, stratum {self._files.stratum_name(index)!r}, runs out in cycle "
+                f"{self._cycle}: all {self._opening.strata[index].next_file} of its files are used up; end the "
+                f"schedule after cycle {self._cycle - 1}, or give the source a smaller share"
             )
         file = picker.files[position]
-        tokens = self._files.get(index, file.order)
-        length = len(tokens.document(file.cursor))
-        taken = Drawn(index, file.order, file.cursor, 0, length)
+        length = len(self._files.get(index, file.order).document(file.cursor))
         picker.took(position, length)
-        self.counts = self.counts.plus(taken_documents=1, taken_tokens=length)
-        return taken
+        self._counts = self._counts.plus(taken_documents=1, taken_tokens=length)
+        return Drawn(index, file.order, file.cursor, 0, length)
 
     def _after(self, last: Drawn, total: int) -> SourceState:
         """The state after the cycle: the tail begins with the stream's last token."""
         rest = total - self._need + 1
-        file = self._listing.files[last.stratum][last.order]
+        file = self._files.get(last.stratum, last.order).file
         tail = Tail(
             stratum=last.stratum,
             order=last.order,
@@ -220,9 +105,10 @@ class SourceDraw:
             tokens=rest,
         )
         strata = tuple(
-            StratumState(s.next_file, tuple(f for f in s.open if f.cursor < f.documents)) for s in self._strata
+            dataclasses.replace(stratum, open=tuple(f for f in picker.files if f.cursor < f.documents))
+            for stratum, picker in zip(self._opening.strata, self._pickers, strict=True)
         )
-        return SourceState(strata, tail, self.counts)
+        return SourceState(strata, tail, self._counts)
 
 
 class _FilePicker:

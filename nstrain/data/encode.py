@@ -11,6 +11,10 @@ and the line is refused otherwise. Every text encoded later is looked through fo
 A source's own markers are the one exception: their exact strings encode as those tokens. The text is split on them
 first and the pieces between are encoded as plain text.
 
+A long text is encoded in pieces, so that memory does not follow a document's length. It is cut after a newline whose
+next character is not whitespace, and only if the tokenizer at hand is proven to split there itself (`pieces`): the ids
+are the same. Under any other tokenizer it is encoded whole.
+
 ENCODING_VERSION is raised by any change that makes other ids of the same text and tokenizer.
 """
 
@@ -19,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +33,15 @@ import tokenizers
 
 from nstrain.base.disk import canonical_json, sha256_bytes
 from nstrain.base.errors import Refusal
+from nstrain.data.pieces import cuts_at_lines, pieces
 
 ENCODING_VERSION = 1
 
-BATCH_BYTES = 8 << 20
+BATCH_BYTES = 2 << 20
 """Text given to the library at once: an encoding costs it about 100 bytes a token."""
+
+PIECE_CHARACTERS = 1 << 18
+"""A longer text is cut at the next safe place: while the library works on it, a character costs it 100 bytes."""
 
 _CONTEXTS = (
     "{}",
@@ -67,6 +75,10 @@ class Vocabulary:
         return np.dtype("<u2" if self.size <= 1 << 16 else "<u4")
 
 
+_Part = str | int | None
+"""Of documents one after another: a piece of plain text, a marker's id, or None for a document's end."""
+
+
 class Encoder:
     """Encodes documents of one line. Building one runs the canary."""
 
@@ -79,6 +91,7 @@ class Encoder:
             raise Refusal(f"{where}: not a tokenizer.json of the tokenizers library ({error})") from None
         self.sha256 = sha256_bytes(tokenizer_json)
         self.where = where
+        self._json = tokenizer_json
         added = {token["content"]: token["id"] for token in definition.get("added_tokens", [])}
         vocabulary = full.get_vocab(with_added_tokens=True)
         self.vocabulary = Vocabulary(max(vocabulary.values(), default=-1) + 1, added)
@@ -104,8 +117,15 @@ class Encoder:
         self._matching = full
         self._matching.no_truncation()
         self._matching.no_padding()
-        self._may_lengthen = definition.get("normalizer") is not None or _adds_spaces(definition.get("pre_tokenizer"))
+        self._normalizes = _normalizes(definition.get("normalizer"))
+        self._may_lengthen = self._normalizes or _adds_spaces(definition.get("pre_tokenizer"))
         self.canary_sha256 = self._run_canary()
+        self.cuts_long_texts = cuts_at_lines(self._plain, definition)
+        """Whether a long text is encoded in pieces; its ids are the same."""
+
+    def __reduce__(self) -> tuple[type[Encoder], tuple[bytes, int, str]]:
+        """In another process the encoder is built anew: the library's own pickling would lose the switch."""
+        return Encoder, (self._json, self.eos_id, self.where)
 
     def _run_canary(self) -> str:
         """Every added token in every context must come out as ordinary tokens; the hash of all ids pins the library."""
@@ -123,7 +143,8 @@ class Encoder:
             token = self._flags.get(marker)
             if token is None:
                 raise Refusal(f"source {source}: marker {marker!r} is not an added token of {self.where}")
-            wrong = [flag for flag in ("lstrip", "rstrip", "single_word", "normalized") if token.get(flag)]
+            inexact = ("lstrip", "rstrip", "single_word", *(["normalized"] if self._normalizes else []))
+            wrong = [flag for flag in inexact if token.get(flag)]
             if wrong:
                 raise Refusal(
                     f"source {source}: marker {marker!r} has {', '.join(wrong)} set in {self.where}; only a token that "
@@ -131,20 +152,34 @@ class Encoder:
                 )
         return {marker: self.vocabulary.added[marker] for marker in markers}
 
-    def encode(self, texts: Sequence[str], markers: dict[str, int]) -> list[npt.NDArray[np.int64]]:
-        """Ids of each document, without EOS. Only the given markers become control tokens."""
-        if not markers:
-            return self._encode_in_batches(texts)
+    def encode(self, texts: Sequence[str], markers: dict[str, int]) -> list[npt.NDArray[Any]]:
+        """Ids of each document, without EOS, as they are stored. Only the given markers become control tokens."""
+        return list(self.encode_each(texts, markers))
+
+    def encode_each(self, texts: Iterable[str], markers: dict[str, int]) -> Iterator[npt.NDArray[Any]]:
+        """`encode` for as many texts as there are, taken a batch at a time."""
+        document: list[npt.NDArray[Any]] = []
+        for batch in _batches(self._parts(texts, markers)):
+            plain = iter(self._encode_plain([part for part in batch if isinstance(part, str)]))
+            for part in batch:
+                if part is None:
+                    yield document[0] if len(document) == 1 else np.concatenate(document)
+                    document = []
+                elif isinstance(part, str):
+                    document.append(next(plain))
+                else:
+                    document.append(np.array([part], self.vocabulary.dtype))
+
+    def _parts(self, texts: Iterable[str], markers: dict[str, int]) -> Iterator[_Part]:
+        """The documents' pieces of plain text and ids of markers; None ends a document."""
         split = re.compile("(" + "|".join(re.escape(m) for m in sorted(markers, key=len, reverse=True)) + ")")
-        pieces = [split.split(text) for text in texts]  # odd places hold the markers
-        plain = iter(self._encode_in_batches([piece for parts in pieces for piece in parts[::2]]))
-        documents = []
-        for parts in pieces:
-            ids: list[npt.NDArray[np.int64]] = []
-            for place, part in enumerate(parts):
-                ids.append(np.array([markers[part]], np.int64) if place % 2 else next(plain))
-            documents.append(np.concatenate(ids))
-        return documents
+        for text in texts:
+            for place, piece in enumerate(split.split(text) if markers else [text]):  # odd places hold the markers
+                if place % 2:
+                    yield markers[piece]
+                else:
+                    yield from pieces(piece, PIECE_CHARACTERS) if self.cuts_long_texts else (piece,)
+            yield None
 
     def control_tokens_by_default(self, texts: Sequence[str]) -> tuple[int, int]:
         """What the library's default would make of these texts: (control tokens matched in them, all tokens)."""
@@ -159,22 +194,9 @@ class Encoder:
         """Text of token ids, control tokens written out."""
         return str(self._matching.decode([int(i) for i in ids], skip_special_tokens=False))
 
-    def _encode_in_batches(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        encoded: list[npt.NDArray[np.int64]] = []
-        batch: list[str] = []
-        batch_bytes = 0
-        for text in texts:
-            text_bytes = len(text.encode())
-            if batch and batch_bytes + text_bytes > BATCH_BYTES:
-                encoded += self._encode_plain(batch)
-                batch, batch_bytes = [], 0
-            batch.append(text)
-            batch_bytes += text_bytes
-        return encoded + self._encode_plain(batch)
-
-    def _encode_plain(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        encodings = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
-        encoded = [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+    def _encode_plain(self, texts: list[str]) -> list[npt.NDArray[Any]]:
+        encodings = self._plain.encode_batch_fast(texts, add_special_tokens=False)
+        encoded = [np.array(encoding.ids, dtype=self.vocabulary.dtype) for encoding in encodings]
         for text, ids in zip(texts, encoded, strict=True):
             leaked = ids[self._is_control[ids]]
             if leaked.size:
@@ -187,6 +209,21 @@ class Encoder:
         return encoded
 
 
+def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """Parts in batches of at most BATCH_BYTES of text, or one piece that is longer."""
+    batch: list[_Part] = []
+    batch_bytes = 0
+    for part in parts:
+        size = len(part.encode()) if isinstance(part, str) else 0
+        if size and batch_bytes + size > BATCH_BYTES:
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(part)
+        batch_bytes += size
+    if batch:
+        yield batch
+
+
 def _plain(definition: dict[str, Any]) -> tokenizers.Tokenizer:
     """The tokenizer under which added tokens in a text are characters; ids as in the original."""
     special = [{**token, "special": True} for token in definition.get("added_tokens", [])]
@@ -195,6 +232,15 @@ def _plain(definition: dict[str, Any]) -> tokenizers.Tokenizer:
     plain.no_truncation()
     plain.no_padding()
     return plain
+
+
+def _normalizes(normalizer: dict[str, Any] | None) -> bool:
+    """Whether a normalizer may change a text: there is one, and it is no sequence of none."""
+    if normalizer is None:
+        return False
+    return normalizer.get("type") != "Sequence" or any(
+        _normalizes(part) for part in normalizer.get("normalizers", [{}])
+    )
 
 
 def _adds_spaces(pre_tokenizer: dict[str, Any] | None) -> bool:

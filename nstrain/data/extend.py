@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from nstrain.base.disk import atomic_write_json
 from nstrain.base.errors import Refusal
 from nstrain.data.budget import refuse_too_small
 from nstrain.data.line import DataLine, LineSettings
-from nstrain.data.schedule import Schedule, make_piece, refuse_edit_of_the_past
+from nstrain.data.manifest import refuse_edited_pasts
+from nstrain.data.schedule import make_piece, refuse_edit_of_the_past
 from nstrain.settings.model import dump, validate
 
 
@@ -18,20 +20,17 @@ def extend_line(
     """Append a piece of `cycles` cycles (None: until the sources are used up).
 
     Cycle size and recipe are those of the last piece unless given. Raises `Refusal` if the schedule is open-ended, a
-    recipe names an unknown source, the shares do not fit the cycle, or the sources' bytes cannot give the tokens.
+    prepared cycle was edited, a recipe names an unknown source, the shares do not fit the cycle, or the sources' bytes
+    cannot give the tokens.
     """
     line = DataLine.open(work)
+    refuse_edited_pasts(line)
     last = line.settings.schedule[-1]
     if last.cycles is None:
         raise Refusal(f"{work}: its schedule is open-ended already; it goes on until a source is used up")
-    if recipe is not None:
-        unknown = sorted(set(recipe) - set(line.source_names))
-        if unknown:
-            raise Refusal(f"no source is called {', '.join(unknown)}; this line has {', '.join(line.source_names)}")
-        recipe = {name: recipe[name] for name in line.source_names if name in recipe}
     same_size = cycle_tokens is None and recipe is None
     piece = make_piece(
-        recipe or last.recipe,
+        line.recipe(recipe) if recipe else last.recipe,
         cycle_tokens or last.cycle_tokens,
         line.unit_tokens,
         cycles,
@@ -39,9 +38,8 @@ def extend_line(
     )
     pieces = (*line.settings.schedule, piece)
     refuse_edit_of_the_past(line.settings.schedule, pieces)
-    schedule = Schedule(pieces, line.unit_tokens)
-    # A text tree's file is one document.
-    refuse_too_small(schedule, {s.settings.name: (s.bytes, s.files) for s in line.settings.sources}, line.encoder())
+    schedule = dataclasses.replace(line.schedule, pieces=pieces)
+    refuse_too_small(schedule, line.settings.sources, line.encoder())
     changed = {**dump(line.settings), "schedule": [dump(p) for p in pieces]}
     atomic_write_json(work / "line.json", dump(validate(LineSettings, changed, str(work / "line.json"))))
     return DataLine.open(work)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,12 +14,23 @@ import pydantic
 from nstrain.base.disk import atomic_write_json, directory_by_rename, read_json
 from nstrain.base.errors import Refusal
 from nstrain.data.budget import refuse_too_small
+from nstrain.data.calibration import calibrate, load_calibration
 from nstrain.data.encode import ENCODING_VERSION, load_encoder
 from nstrain.data.line import DataLine, LineSettings, PinnedSource, TokenizerPin
 from nstrain.data.order import ORDER_VERSION
+from nstrain.data.readers import refuse_missing_columns
+from nstrain.data.recipes import packaged_recipes
 from nstrain.data.schedule import Schedule, make_piece
-from nstrain.data.sources import Listing, SourceSettings, list_local
+from nstrain.data.sources import Listing, SourceSettings, list_local, resolve_inside
+from nstrain.data.supply import DOWNLOADS, OnDownload, SuppliedSource, fetched_nothing, supplied
 from nstrain.settings.model import Settings, dump, validate
+
+EMPTY_STATE = {"format": 1, "prepared_cycles": 0}
+"""state.json of a line of which nothing is prepared, beside its calibration."""
+
+
+LINE_DIRECTORIES = ("manifests", "cycles", "consumers", "open")
+"""Directories that a line has from the start."""
 
 
 class RecipeSource(SourceSettings):
@@ -25,11 +38,13 @@ class RecipeSource(SourceSettings):
 
     share: int = pydantic.Field(gt=0)
     """Its share of the tokens, as a whole number; only the shares' proportions matter."""
+    note: str | None = None
+    """What whoever uses the recipe should know of this source; told beside an error about it."""
 
     @property
     def source(self) -> SourceSettings:
-        """The source without its share, as line.json has it."""
-        return SourceSettings.model_validate(self.model_dump(exclude={"share"}))
+        """The source without its share and note, as line.json has it."""
+        return SourceSettings.model_validate({name: getattr(self, name) for name in SourceSettings.model_fields})
 
 
 class Recipe(Settings):
@@ -54,10 +69,21 @@ def load_recipe(path: Path) -> Recipe:
     return parse_recipe(read_json(path), path.parent, str(path))
 
 
+def find_recipe(name: str) -> Recipe:
+    """A recipe by its file, or by the name of one that comes with nstrain. Raises `Refusal`."""
+    packaged = packaged_recipes()
+    if not Path(name).is_file() and name not in packaged:
+        raise Refusal(f"{name}: no such recipe; name a file, or one that comes with nstrain: {', '.join(packaged)}")
+    return load_recipe(Path(name) if Path(name).is_file() else packaged[name])
+
+
 def parse_recipe(value: Any, base: Path, where: str) -> Recipe:
     """A recipe from JSON values; relative paths start at `base`, and `where` names it in messages. Raises `Refusal`."""
     recipe = validate(Recipe, value, where)
-    placed = [s.model_copy(update={"path": str((base / Path(s.path).expanduser()).resolve())}) for s in recipe.sources]
+    placed = [
+        s if s.path is None else s.model_copy(update={"path": str((base / Path(s.path).expanduser()).resolve())})
+        for s in recipe.sources
+    ]
     return recipe.model_copy(update={"sources": tuple(placed)})
 
 
@@ -72,12 +98,20 @@ def init_line(
     segment_units: int | None = None,
     seed: int = 0,
     open_files: int = 2,
+    calibration_from: Path | None = None,
     on_file: Callable[[str, int], None] = lambda source, size: None,
+    on_sample: Callable[[str, float], None] = lambda source, share: None,
+    on_download: OnDownload = fetched_nothing,
+    on_notice: Callable[[str], None] = lambda text: None,
 ) -> DataLine:
-    """Make a data line; `on_file(source, bytes)` is called for each file hashed.
+    """Make a data line; `on_file(source, bytes)` is called for each file hashed, `on_sample` while it is calibrated,
+    `on_download` while files are fetched for that, `on_notice` with what has to be waited for.
 
-    Everything is checked before the directory appears: the tokenizer (with the canary), every source's files, the
-    schedule, and whether each source's bytes can give the tokens that the schedule takes. Raises `Refusal`.
+    Everything is checked before the directory appears: the tokenizer (with the canary), every source's files and
+    columns, the schedule, and whether each source's bytes can give the tokens that the schedule takes.
+    Until then, what is fetched lies in .NAME.downloads beside it, for the next try should this one fail.
+    `calibration_from` names the state.json of a line whose calibration is taken over for the sources that it has.
+    Raises `Refusal`.
     """
     if work.exists() and (not work.is_dir() or any(work.iterdir())):
         raise Refusal(f"{work}: exists already; name a new directory, or remove this one first")
@@ -86,16 +120,28 @@ def init_line(
             raise Refusal(f"{what}: expected a positive whole number, found {number}")
     encoder = load_encoder(tokenizer, eos_id)
     for entry in recipe.sources:
-        encoder.marker_ids(entry.source.markers, entry.source.name)
-    shares = {entry.source.name: entry.share for entry in recipe.sources}
+        encoder.marker_ids(entry.markers, entry.name)
+    shares = {entry.name: entry.share for entry in recipe.sources}
     piece = make_piece(shares, cycle_tokens, unit_tokens, cycles, segment_units)
     schedule = Schedule((piece,), unit_tokens)
-    listings: dict[str, Listing] = {}
+    sources = _pin_revisions(recipe, on_notice)
+    listings = {entry.name: _list(entry, sources[entry.name], seed, on_file, on_notice) for entry in recipe.sources}
+    downloads = work.with_name(f".{work.name}.{DOWNLOADS}")
+    ready = {name: supplied(source, downloads, on_download) for name, source in sources.items()}
     for entry in recipe.sources:
-        name = entry.source.name
-        listings[name] = list_local(entry.source, seed, lambda size, name=name: on_file(name, size))  # type: ignore[misc]
-    # A text tree's file is one document.
-    refuse_too_small(schedule, {n: (sum(x.bytes_by_stratum), x.count) for n, x in listings.items()}, encoder)
+        _refuse_missing_columns(entry, ready[entry.name], listings[entry.name])
+    pinned = tuple(
+        PinnedSource(
+            settings=sources[entry.name],
+            listing_sha256=listings[entry.name].digest,
+            files=listings[entry.name].count,
+            bytes=sum(listings[entry.name].bytes_by_stratum),
+        )
+        for entry in recipe.sources
+    )
+    refuse_too_small(schedule, pinned, encoder)
+    known = None if calibration_from is None else load_calibration(calibration_from)
+    calibration = calibrate([(ready[name], listings[name]) for name in sources], encoder, known, on_sample)
     settings = LineSettings(
         id="",
         order_version=ORDER_VERSION,
@@ -109,16 +155,9 @@ def init_line(
         ),
         unit_tokens=unit_tokens,
         open_files=open_files,
+        calibration_sha256=calibration.digest(),
         schedule=(piece,),
-        sources=tuple(
-            PinnedSource(
-                settings=entry.source,
-                listing_sha256=listings[entry.source.name].digest,
-                files=listings[entry.source.name].count,
-                bytes=sum(listings[entry.source.name].bytes_by_stratum),
-            )
-            for entry in recipe.sources
-        ),
+        sources=pinned,
     )
     settings = settings.model_copy(update={"id": settings.fixed_id()})
     with directory_by_rename(work) as directory:
@@ -126,8 +165,65 @@ def init_line(
             (directory / "sources" / name).mkdir(parents=True)
             listing.save(directory / "sources" / name / "files.parquet")
         shutil.copyfile(tokenizer, directory / "tokenizer.json")
-        for name in ("manifests", "cycles", "consumers", "open"):
+        for name in LINE_DIRECTORIES:
             (directory / name).mkdir()
-        atomic_write_json(directory / "state.json", {"format": 1, "prepared_cycles": 0})
+        atomic_write_json(directory / "state.json", {**EMPTY_STATE, "calibration": dump(calibration)})
         atomic_write_json(directory / "line.json", dump(settings))
+        if downloads.exists():
+            os.rename(downloads, directory / DOWNLOADS)
     return DataLine.open(work)
+
+
+def _pin_revisions(recipe: Recipe, on_notice: Callable[[str], None]) -> dict[str, SourceSettings]:
+    """The sources by name; a branch of a hub's repository is resolved once, so that its sources have one commit."""
+    commits: dict[tuple[str | None, str | None], str | None] = {}
+    sources = {}
+    for entry in recipe.sources:
+        source = entry.source
+        if source.kind == "hub":
+            from nstrain.data.hub.pin import pin_revision
+
+            key = (source.repo, source.revision)
+            if key not in commits:
+                with _note_is_told(entry):
+                    commits[key] = pin_revision(source, on_notice).revision
+            source = source.model_copy(update={"revision": commits[key]})
+        sources[entry.name] = source
+    return sources
+
+
+def _list(
+    entry: RecipeSource,
+    source: SourceSettings,
+    seed: int,
+    on_file: Callable[[str, int], None],
+    on_notice: Callable[[str], None],
+) -> Listing:
+    """A source's pinned list."""
+    with _note_is_told(entry):
+        if source.kind == "local":
+            return list_local(source, seed, lambda size: on_file(entry.name, size))
+        from nstrain.data.hub.pin import list_hub
+
+        return list_hub(source, seed, lambda size: on_file(entry.name, size), on_notice)
+
+
+def _refuse_missing_columns(entry: RecipeSource, source: SuppliedSource, listing: Listing) -> None:
+    """Look for a hub source's columns in its first file (a local one's were looked for as it was listed)."""
+    if source.settings.kind == "hub":
+        first = listing.file(0, 0)
+        with _note_is_told(entry):
+            source.supply.fetch(first)
+            path = resolve_inside(source.settings.root, first.path)
+            refuse_missing_columns(source.settings.rows, path, f"source {entry.name}: {entry.repo}/{first.path}")
+
+
+@contextlib.contextmanager
+def _note_is_told(entry: RecipeSource) -> Iterator[None]:
+    """Put a source's name and note beside a refusal of it."""
+    try:
+        yield
+    except Refusal as error:
+        named = str(error) if f"source {entry.name}" in str(error) else f"source {entry.name}: {error}"
+        note = "" if entry.note is None else f". The recipe notes: {entry.note}"
+        raise type(error)(named + note) from None

@@ -3,9 +3,10 @@
 line.json      what the line is; written by `data init`, grows only at its schedule's end
 tokenizer.json the tokenizer's own copy, pinned by its hash
 sources/NAME/files.parquet   the pinned list of a source's files
-state.json     what is prepared          preparer.json  what the preparer does now (both the preparer's)
+state.json     the calibration, and what is prepared      preparer.json  what the preparer does now
 val/           held-out text             cycles/000001/ a prepared cycle       manifests/000001.json  for ever
 open/NAME/     tokens of opened files: a cache        consumers/ID.json  where each training line is
+downloads/     files of hub sources, fetched and not opened yet
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import pydantic
 
 from nstrain.base.disk import sha256_bytes
 from nstrain.base.errors import Refusal
+from nstrain.data.calibration import Calibration, load_calibration
 from nstrain.data.encode import ENCODING_VERSION, Encoder
-from nstrain.data.opened import OpenedFiles
+from nstrain.data.opened import OpenedFiles, OpenerPool
 from nstrain.data.order import ORDER_VERSION, derive_key
 from nstrain.data.schedule import CyclePlan, Piece, Schedule
 from nstrain.data.sources import Listing, SourceSettings
+from nstrain.data.supply import DOWNLOADS, OnDownload, SuppliedSource, fetched_nothing, placed, supplied
 from nstrain.settings.model import Settings, load
 
 LINE_FORMAT: Literal[1] = 1
@@ -53,6 +56,19 @@ class PinnedSource(Settings):
     """Their bytes."""
 
 
+class Fork(Settings):
+    """Where a branch line comes from."""
+
+    line: str
+    """Id of the trunk."""
+    cycle: int = pydantic.Field(ge=1)
+    """The trunk's cycle after which it forked."""
+    manifest_sha256: str
+    """Of that cycle's manifest, of which parent.json is a copy."""
+    tokens: int = pydantic.Field(ge=0)
+    """The position at the fork, from which the branch counts on."""
+
+
 class LineSettings(Settings):
     """line.json."""
 
@@ -73,16 +89,21 @@ class LineSettings(Settings):
     """The longest row of the line; every row length divides it."""
     open_files: int = pydantic.Field(ge=1)
     """Files of a stratum that stay open together."""
+    calibration_sha256: str
+    """Of the calibration in state.json (`Calibration.digest`)."""
     schedule: tuple[Piece, ...]
     """Pieces of cycles; only grows at its end."""
     sources: tuple[PinnedSource, ...]
     """In the recipe's order."""
+    fork: Fork | None = None
+    """Of a branch: where it began."""
 
     def fixed_id(self) -> str:
         """What `id` must be. A field at its default does not count, so that a later field with one changes no id."""
         fixed = self.model_dump(mode="json", exclude={"id", "schedule"}, exclude_defaults=True)
         for source in fixed["sources"]:
-            del source["settings"]["path"]
+            for place in ("path", "mirrors"):
+                source["settings"].pop(place, None)
         return derive_key("line", fixed).hex()[:16]
 
 
@@ -124,7 +145,8 @@ class DataLine:
                     f"{path}: a recipe of the schedule has {', '.join(piece.recipe)}; expected some of the line's "
                     f"sources in their order: {', '.join(names)}"
                 )
-        return cls(work, settings, Schedule(settings.schedule, settings.unit_tokens))
+        fork_tokens = settings.fork.tokens if settings.fork else 0
+        return cls(work, settings, Schedule(settings.schedule, settings.unit_tokens, fork_tokens))
 
     @property
     def id(self) -> str:
@@ -163,7 +185,7 @@ class DataLine:
 
     @property
     def total_tokens(self) -> int | None:
-        """Target tokens of the schedule; None if it is open-ended."""
+        """The position at the schedule's end; None if it is open-ended."""
         return self.schedule.total_tokens
 
     def cycle_plan(self, cycle: int) -> CyclePlan:
@@ -171,8 +193,22 @@ class DataLine:
         return self.schedule.cycle(cycle)
 
     def source(self, name: str) -> SourceSettings:
-        """A source's settings by name."""
+        """A source's settings by name, with the place of its files on this disk."""
+        return placed(self._pinned(name), self.work / DOWNLOADS)
+
+    def supplied(self, name: str, on_download: OnDownload = fetched_nothing) -> SuppliedSource:
+        """A source ready to be read; `on_download` is told of what is fetched for it, and may raise to stop that."""
+        return supplied(self._pinned(name), self.work / DOWNLOADS, on_download)
+
+    def _pinned(self, name: str) -> SourceSettings:
         return next(s.settings for s in self.settings.sources if s.settings.name == name)
+
+    def recipe(self, shares: dict[str, int]) -> dict[str, int]:
+        """Shares by source, in the line's order of sources. Raises `Refusal` for a source that it does not have."""
+        unknown = sorted(set(shares) - set(self.source_names))
+        if unknown:
+            raise Refusal(f"no source is called {', '.join(unknown)}; {self.work} has {', '.join(self.source_names)}")
+        return {name: shares[name] for name in self.source_names if name in shares}
 
     def listing(self, name: str) -> Listing:
         """A source's pinned files."""
@@ -201,9 +237,28 @@ class DataLine:
             )
         return encoder
 
-    def opened_files(self, name: str, encoder: Encoder, on_open: Callable[[], None] = lambda: None) -> OpenedFiles:
+    def opened_files(
+        self,
+        name: str,
+        encoder: Encoder,
+        pool: OpenerPool | None = None,
+        on_open: Callable[[], None] = lambda: None,
+        on_download: OnDownload = fetched_nothing,
+    ) -> OpenedFiles:
         """The opened files of a source, cached under open/; `on_open` is called before each that is not there yet."""
-        return OpenedFiles(self.work / "open" / name, self.source(name), self.listing(name), encoder, on_open)
+        directory, source = self.work / "open" / name, self.supplied(name, on_download)
+        return OpenedFiles(directory, source.settings, self.listing(name), encoder, on_open, pool, source.supply)
+
+    def calibration(self) -> Calibration:
+        """The line's calibration. Raises `Refusal` if it is not the one that line.json pins."""
+        path = self.work / "state.json"
+        calibration = load_calibration(path)
+        if calibration.digest() != self.settings.calibration_sha256:
+            raise Refusal(
+                f"{path}: its calibration has digest {calibration.digest()}, line.json pins "
+                f"{self.settings.calibration_sha256}; restore the original: shares follow from it"
+            )
+        return calibration
 
     def cycle_directory(self, cycle: int) -> Path:
         """Where a prepared cycle lies."""
@@ -212,6 +267,11 @@ class DataLine:
     def manifest_path(self, cycle: int) -> Path:
         """Where a cycle's permanent manifest lies."""
         return self.work / "manifests" / f"{cycle:06d}.json"
+
+    @property
+    def parent_manifest_path(self) -> Path:
+        """A branch's copy of the manifest it forked after."""
+        return self.work / "parent.json"
 
     def is_ready(self, cycle: int) -> bool:
         """Whether a cycle is on disk, complete."""

@@ -16,9 +16,10 @@ from nstrain.base.disk import canonical_json, sha256_bytes
 from nstrain.base.errors import Refusal
 from nstrain.data.encode import ENCODING_VERSION
 from nstrain.data.line import DataLine
+from nstrain.data.opening import Opening
 from nstrain.data.order import ORDER_VERSION
 from nstrain.data.schedule import CyclePlan
-from nstrain.data.state import SourceState
+from nstrain.data.state import Counts, SourceState, StratumState, Tail
 
 MANIFEST_FORMAT = 1
 
@@ -84,10 +85,43 @@ def refuse_edited_past(line: DataLine, manifest: dict[str, Any]) -> None:
             )
 
 
+def last_manifest(line: DataLine) -> int:
+    """The last cycle that has a manifest; 0 if none has."""
+    names = (path.stem for path in (line.work / "manifests").glob("*.json"))
+    return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
+def refuse_edited_pasts(line: DataLine) -> None:
+    """`refuse_edited_past` for every prepared cycle, from the first."""
+    for cycle in range(1, last_manifest(line) + 1):
+        refuse_edited_past(line, load_manifest(line.manifest_path(cycle)))
+
+
 def states_before(line: DataLine, cycle: int) -> dict[str, SourceState]:
-    """Every source's state as a cycle begins: what the manifest of the cycle before holds."""
-    if cycle == 1:
+    """Every source's state as a cycle begins: what the manifest before it holds, for a branch's first its trunk's."""
+    fork = line.settings.fork
+    if cycle > 1:
+        manifest = load_manifest(line.manifest_path(cycle - 1))
+        refuse_edited_past(line, manifest)
+    elif fork is not None:
+        manifest = load_manifest(line.parent_manifest_path, fork.manifest_sha256)
+    else:
         return {name: SourceState.initial(len(line.listing(name).strata)) for name in line.source_names}
-    manifest = load_manifest(line.manifest_path(cycle - 1))
-    refuse_edited_past(line, manifest)
     return {name: SourceState.from_json(state) for name, state in manifest["after"].items()}
+
+
+def previous_sha256(line: DataLine, cycle: int) -> str | None:
+    """Hash of the manifest that a cycle follows: the one before it, a branch's first its trunk's; None at the start."""
+    if cycle == 1:
+        return line.settings.fork.manifest_sha256 if line.settings.fork else None
+    return sha256_bytes(line.manifest_path(cycle - 1).read_bytes())
+
+
+def opening_of(source: dict[str, Any]) -> Opening:
+    """What a manifest says of a source as the cycle's drawing began: all that drawing it again needs."""
+    return Opening(
+        strata=tuple(StratumState.from_json(stratum) for stratum in source["opened"]),
+        shares=tuple(source["shares"]),
+        tail=None if source["tail_in"] is None else Tail(**source["tail_in"]),
+        counts=Counts(**source["opened_counts"]),
+    )

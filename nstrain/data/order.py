@@ -29,7 +29,7 @@ import numpy.typing as npt
 from nstrain.base.disk import canonical_json
 from nstrain.base.errors import Refusal
 
-ORDER_VERSION = 1
+ORDER_VERSION = 2
 
 UInt64 = npt.NDArray[np.uint64]
 

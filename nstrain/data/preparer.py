@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nstrain.base.disk import FileLock, atomic_write_json, read_json
 from nstrain.base.errors import DiskFull, ExitCode, NstrainError, Refusal
@@ -24,7 +25,11 @@ from nstrain.data.consumers import read_consumers
 from nstrain.data.cycles import delete_consumed, discard_partial_cycles, prepare_cycle
 from nstrain.data.encode import Encoder
 from nstrain.data.line import DataLine
-from nstrain.data.manifest import load_manifest, refuse_edited_past
+from nstrain.data.manifest import last_manifest, refuse_edited_pasts
+from nstrain.data.opener_pool import OpenerPool
+
+if TYPE_CHECKING:
+    from nstrain.data.hub.downloads import DownloadProgress
 
 LOCK_NAME = "preparer.lock"
 STATUS_NAME = "preparer.json"
@@ -33,6 +38,8 @@ DISK_RETRY_S = 10.0
 SHOW_EVERY_S = 0.5
 """preparer.json shows a cycle's progress no more often than this."""
 ORPHAN_WAIT_S = 60.0
+MOST_WORKERS = 8
+"""One core encodes far faster than a GPU trains; more workers only help a line to its first cycle."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +48,8 @@ class PreparerStatus:
 
     pid: int
     stage: str
-    """preparing | waiting_consumer (enough is ready ahead) | waiting_disk | done | stopped | failed"""
+    """preparing | downloading (what the cycle being prepared needs) | waiting_consumer (enough is ready ahead) |
+    waiting_disk | done | stopped | failed"""
     cycle: int
     """The cycle it prepares or will prepare next."""
     progress: float
@@ -49,6 +57,18 @@ class PreparerStatus:
     since: float
     """Unix time at which the stage began (of this cycle)."""
     error: str | None
+    """Of waiting_disk and failed; while downloading, what is being waited for."""
+    download: dict[str, Any] | None = None
+    """While downloading: how far it is (`DownloadProgress` without its trouble)."""
+
+    @property
+    def download_progress(self) -> DownloadProgress | None:
+        """How far the download is; None if there is none now."""
+        if self.download is None:
+            return None
+        from nstrain.data.hub.downloads import DownloadProgress
+
+        return DownloadProgress(**self.download, trouble=self.error)
 
 
 class Preparer:
@@ -61,14 +81,18 @@ class Preparer:
         until_cycle: int | None = None,
         stop: Callable[[], bool] = lambda: False,
         on_status: Callable[[PreparerStatus], None] = lambda status: None,
+        workers: int | None = None,
     ) -> None:
         """`ahead_cycles` stay ready beyond the cycle of the furthest consumer (without one: beyond the first).
 
-        With `until_cycle` it prepares the cycles up to that one without regard to consumers, and then ends.
+        With `until_cycle` it prepares the cycles up to that one without regard to consumers, and then ends. `workers`
+        processes open files (None: as many as there are cores, at most MOST_WORKERS; 0: none beside this one); their
+        number changes no byte.
         """
         self.line = DataLine.open(work)
         self.ahead_cycles, self.until_cycle = ahead_cycles, until_cycle
         self._stop, self._on_status = stop, on_status
+        self._workers = default_workers() if workers is None else workers
         self._recorded = -1
         self._shown_at = 0.0
         self._status = PreparerStatus(os.getpid(), "", 0, 0.0, time.time(), None)  # none of the stages: shown never
@@ -76,17 +100,18 @@ class Preparer:
     def run(self) -> ExitCode:
         """Prepare until there is nothing left to do. The caller holds the lock. Errors are recorded, then raised."""
         try:
-            self._refuse_edited_past()
+            refuse_edited_pasts(self.line)
             discard_partial_cycles(self.line)
             encoder = self.line.encoder()
-            while True:
-                try:
-                    code = self._step(encoder)
-                except DiskFull as error:
-                    self._wait_for_disk(error)
-                    continue
-                if code is not None:
-                    return code
+            with OpenerPool(encoder, self._workers) as pool:
+                while True:
+                    try:
+                        code = self._step(encoder, pool)
+                    except DiskFull as error:
+                        self._wait_for_disk(error)
+                        continue
+                    if code is not None:
+                        return code
         except _StoppedError:
             self._show("stopped", self._status.cycle)
             return ExitCode.STOPPED
@@ -95,7 +120,7 @@ class Preparer:
             self._show("failed", self._status.cycle, self._status.progress, what)
             raise
 
-    def _step(self, encoder: Encoder) -> ExitCode | None:
+    def _step(self, encoder: Encoder, pool: OpenerPool) -> ExitCode | None:
         """Delete what is consumed, then prepare one cycle or wait a moment; an exit code if there is no more to do."""
         delete_consumed(self.line)
         self._record_prepared()
@@ -111,12 +136,8 @@ class Preparer:
             time.sleep(POLL_S)
             return None
         self._show("preparing", cycle)
-        prepare_cycle(self.line, cycle, encoder, lambda share: self._progress(cycle, share))
+        prepare_cycle(self.line, cycle, encoder, lambda share: self._progress(cycle, share), pool, self._downloading)
         return None
-
-    def _refuse_edited_past(self) -> None:
-        for cycle in range(1, self._prepared() + 1):
-            refuse_edited_past(self.line, load_manifest(self.line.manifest_path(cycle)))
 
     def _next_cycle(self) -> int | None:
         """The first cycle of the schedule that is neither on disk nor behind every consumer; None if there is none."""
@@ -130,17 +151,22 @@ class Preparer:
             cycle += 1
         return None
 
-    def _prepared(self) -> int:
-        """The last cycle that has a manifest; 0 if none has."""
-        names = (path.name for path in (self.line.work / "manifests").glob("*.json"))
-        return max((int(name[:-5]) for name in names if name[:-5].isdecimal()), default=0)
-
     def _wanted_through(self) -> int:
         return max((consumer.cycle for consumer in read_consumers(self.line.work)), default=1) + self.ahead_cycles
 
     def _progress(self, cycle: int, share: float) -> None:
         if time.monotonic() >= self._shown_at + SHOW_EVERY_S:
             self._show("preparing", cycle, share)
+        if self._stop():
+            raise _StoppedError
+
+    def _downloading(self, progress: DownloadProgress) -> None:
+        trouble_is_new = progress.trouble is not None and self._status.error is None
+        if trouble_is_new or time.monotonic() >= self._shown_at + SHOW_EVERY_S:
+            figures = dataclasses.asdict(progress)
+            del figures["trouble"]
+            share = self._status.progress if self._status.stage in ("preparing", "downloading") else 0.0
+            self._show("downloading", self._status.cycle, share, progress.trouble, figures)
         if self._stop():
             raise _StoppedError
 
@@ -151,15 +177,23 @@ class Preparer:
             time.sleep(POLL_S)
 
     def _record_prepared(self) -> None:
-        prepared = self._prepared()
+        prepared = last_manifest(self.line)
         if prepared != self._recorded:
-            atomic_write_json(self.line.work / "state.json", {"format": 1, "prepared_cycles": prepared})
+            path = self.line.work / "state.json"
+            atomic_write_json(path, {**read_json(path), "prepared_cycles": prepared})
             self._recorded = prepared
 
-    def _show(self, stage: str, cycle: int, progress: float = 0.0, error: str | None = None) -> None:
+    def _show(
+        self,
+        stage: str,
+        cycle: int,
+        progress: float = 0.0,
+        error: str | None = None,
+        download: dict[str, Any] | None = None,
+    ) -> None:
         same = (stage, cycle) == (self._status.stage, self._status.cycle)
         since = self._status.since if same else time.time()
-        status = PreparerStatus(os.getpid(), stage, cycle, progress, since, error)
+        status = PreparerStatus(os.getpid(), stage, cycle, progress, since, error, download)
         if status != self._status:
             self._status, self._shown_at = status, time.monotonic()
             with contextlib.suppress(DiskFull):  # what it does must not depend on telling it
@@ -169,6 +203,11 @@ class Preparer:
 
 class _StoppedError(Exception):
     """The preparer was told to stop in the middle of a cycle."""
+
+
+def default_workers() -> int:
+    """Worker processes that open files, unless a number is asked for."""
+    return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
 def preparer_lock(work: Path) -> FileLock:
@@ -183,9 +222,10 @@ def run_preparer(
     stop: Callable[[], bool] = lambda: False,
     on_status: Callable[[PreparerStatus], None] = lambda status: None,
     wait_s: float = 0.0,
+    workers: int | None = None,
 ) -> ExitCode:
     """Run a preparer under the line's lock. Raises `Refusal` if another one runs and does not end in `wait_s`."""
-    preparer = Preparer(work, ahead_cycles, until_cycle, stop, on_status)
+    preparer = Preparer(work, ahead_cycles, until_cycle, stop, on_status, workers)
     lock = preparer_lock(work)
 
     def tell(pid: int | None) -> None:
@@ -213,6 +253,7 @@ def main() -> int:
     parser.add_argument("work", type=Path)
     parser.add_argument("--ahead", type=int, default=1)
     parser.add_argument("--parent-fd", type=int, default=None)
+    parser.add_argument("--workers", type=int, default=None)
     arguments = parser.parse_args()
     told: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -222,12 +263,19 @@ def main() -> int:
         fd = arguments.parent_fd
         return bool(told) or (fd is not None and bool(select.select([fd], [], [], 0)[0]))
 
+    said: list[str] = []
+
     def show(status: PreparerStatus) -> None:
-        if status.stage != "preparing" or status.progress in (0.0, 1.0):
-            print(f"preparer: {status.stage} cycle {status.cycle} {status.error or ''}".rstrip(), flush=True)
+        line = f"preparer: {status.stage} cycle {status.cycle} {status.error or ''}".rstrip()
+        if status.stage in ("preparing", "downloading") and status.error is None and status.progress not in (0.0, 1.0):
+            return
+        if said[-1:] != [line]:
+            said[:] = [line]
+            print(line, flush=True)
 
     try:
-        return int(run_preparer(arguments.work, arguments.ahead, None, stop, show, ORPHAN_WAIT_S))
+        code = run_preparer(arguments.work, arguments.ahead, None, stop, show, ORPHAN_WAIT_S, arguments.workers)
+        return int(code)
     except NstrainError as error:
         print(f"preparer: {error}", file=sys.stderr, flush=True)
         return int(error.exit_code)

@@ -52,7 +52,7 @@ class CyclePlan:
     tokens: Tokens
     """Target tokens of all its sources together."""
     first_token: Tokens
-    """The line's target tokens before it."""
+    """The position at its start: target tokens before it, a trunk's before the fork included."""
     sources: tuple[str, ...]
     """The recipe's sources, in the line's order."""
     shares: tuple[int, ...]
@@ -112,6 +112,8 @@ class Schedule:
 
     pieces: tuple[Piece, ...]
     unit_tokens: int
+    fork_tokens: int = 0
+    """Position at which cycle 1 begins: 0, or for a branch that of the fork."""
 
     def __post_init__(self) -> None:
         if not self.pieces:
@@ -134,14 +136,14 @@ class Schedule:
 
     @property
     def total_tokens(self) -> int | None:
-        """All its target tokens, or None if it is open-ended."""
+        """The position at its end (a branch's counts from its trunk's start), or None if it is open-ended."""
         if self.cycle_count is None:
             return None
-        return sum(piece.cycle_tokens * (piece.cycles or 0) for piece in self.pieces)
+        return self.fork_tokens + sum(piece.cycle_tokens * (piece.cycles or 0) for piece in self.pieces)
 
     def cycle(self, number: int) -> CyclePlan:
         """The plan of a cycle, from 1. Raises `Refusal` if the schedule has no such cycle."""
-        first_cycle, first_token = 1, 0
+        first_cycle, first_token = 1, self.fork_tokens
         for index, piece in enumerate(self.pieces):
             if number >= 1 and (piece.cycles is None or number < first_cycle + piece.cycles):
                 shares = reduced_shares(tuple(piece.recipe.values()))

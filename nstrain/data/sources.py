@@ -11,10 +11,10 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,6 +26,9 @@ from nstrain.data.globs import matcher
 from nstrain.data.order import derive_key
 from nstrain.settings.model import Settings
 
+if TYPE_CHECKING:
+    from nstrain.data.readers import ReaderSettings
+
 
 class DirectoryStrata(Settings):
     """Strata by directory: the first `depth` directories of a file's path ('.' for a file above them)."""
@@ -35,32 +38,125 @@ class DirectoryStrata(Settings):
     """Directories that make a stratum's name; 0 makes the whole source one stratum."""
 
 
+class FileStrata(Settings):
+    """Every file is a stratum: for a corpus whose files are kinds of text."""
+
+    by: Literal["file"]
+
+
+class ColumnStrata(Settings):
+    """Strata by the value that a column has in a document's row; a row without one is of stratum '(none)'."""
+
+    by: Literal["column"]
+    column: str = pydantic.Field(min_length=1)
+    """Its path: `language`, `meta.language`, or `files[].language` beside a text column `files[].content`."""
+
+
+_REPO_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
+_MIRROR = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?|" + rf"{_REPO_NAME}/{_REPO_NAME}(@[A-Za-z0-9][A-Za-z0-9_./-]*)?")
+
+Reader = Literal["text", "jsonl", "parquet"]
+"""How a file becomes documents."""
+
+
 class SourceSettings(Settings):
     """One source of a data line, as a recipe file or line.json has it."""
 
     name: str = pydantic.Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")
     """Its name in this line: file names and readings (val_<L>/<name>) carry it."""
-    kind: Literal["local"]
-    """Where its files come from: local, a directory of this machine."""
-    path: str
+    kind: Literal["local", "hub"]
+    """Where its files come from: local, a directory of this machine; hub, a dataset repository."""
+    path: str | None = None
     """The directory (kind local)."""
+    repo: str | None = pydantic.Field(default=None, pattern=rf"^{_REPO_NAME}/{_REPO_NAME}$")
+    """The dataset repository, OWNER/NAME (kind hub)."""
+    revision: str | None = pydantic.Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]{0,199}$")
+    """Its branch, tag or commit; in line.json the commit that it was at `data init` (kind hub; default main)."""
+    mirrors: tuple[str, ...] = ()
+    """Where else its files may be had if they vanish: OWNER/NAME@REVISION, or https://HOST of another hub."""
     include: tuple[str, ...] = pydantic.Field(min_length=1)
-    """Globs of the files that belong to it, relative to the directory; ** is any number of directories."""
+    """Globs of the files that belong to it, relative to its root; ** is any number of directories."""
     exclude: tuple[str, ...] = ()
     """Globs of files that do not, though included."""
-    reader: Literal["text"] = "text"
-    """How a file becomes documents: text, one document a file, UTF-8."""
-    stratum: DirectoryStrata = DirectoryStrata()
+    reader: Reader = "text"
+    """How a file becomes documents: text, one document a file; jsonl (also .gz and .zst) or parquet, one a row."""
+    text_column: str | None = None
+    """Where a row's text is (jsonl, parquet): `content`, `meta.text`, or `files[].content`, a document an element."""
+    stratum: DirectoryStrata | FileStrata | ColumnStrata = DirectoryStrata()
     """What its strata are."""
     markers: tuple[str, ...] = ()
     """The control markers of its own that encode as those tokens; all other text is plain."""
     held_out: float = pydantic.Field(default=0.01, gt=0, lt=1)
     """Share of its documents, by a hash of their text, that is never trained on."""
 
+    @pydantic.model_validator(mode="after")
+    def _kind_fits(self) -> SourceSettings:
+        if self.kind == "local":
+            if self.path is None:
+                raise ValueError(f"source {self.name}: kind local needs a path")
+            if self.repo is not None or self.revision is not None or self.mirrors:
+                raise ValueError(f"source {self.name}: repo, revision and mirrors are for kind hub, found kind local")
+        else:
+            if self.repo is None:
+                raise ValueError(f"source {self.name}: kind hub needs a repo")
+            if self.path is not None:
+                raise ValueError(f"source {self.name}: path is for kind local, found kind hub")
+            if isinstance(self.stratum, ColumnStrata):
+                raise ValueError(
+                    f"source {self.name}: strata by column need every row read at `data init`; download the repository "
+                    "and use kind local, or take strata by directory or file"
+                )
+        for mirror in self.mirrors:
+            if not _MIRROR.fullmatch(mirror):
+                raise ValueError(
+                    f"source {self.name}: mirror {mirror!r}: expected OWNER/NAME, OWNER/NAME@REVISION or https://HOST"
+                )
+        return self
+
+    @pydantic.model_serializer(mode="wrap")
+    def _without_the_other_kind(self, handler: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What a local source does not have is not written, so that its lines and manifests are what they were."""
+        fields: dict[str, Any] = handler(self)
+        if self.kind == "local":
+            for name in ("repo", "revision", "mirrors"):
+                fields.pop(name, None)
+        return fields
+
+    @pydantic.model_validator(mode="after")
+    def _columns_fit(self) -> SourceSettings:
+        if self.reader == "text" and self.text_column is not None:
+            raise ValueError(f"source {self.name}: text_column is for the readers jsonl and parquet, found reader text")
+        if self.reader != "text" and not self.text_column:
+            raise ValueError(f"source {self.name}: reader {self.reader} needs a text_column")
+        if self.reader == "text" and isinstance(self.stratum, ColumnStrata):
+            raise ValueError(f"source {self.name}: strata by column need the reader jsonl or parquet")
+        return self
+
     @functools.cached_property
     def identity(self) -> bytes:
         """What makes it this source and no other, in any line and anywhere on a disk: a blake2b-256 key."""
-        return derive_key("source", self.kind, self.name, list(self.include), list(self.exclude), None)
+        globs = (list(self.include), list(self.exclude))
+        where = self.name if self.kind == "local" else self.repo
+        return derive_key("source", self.kind, where, *globs, self.text_column)
+
+    @property
+    def root(self) -> Path:
+        """The directory in which its files lie on this machine."""
+        assert self.path is not None, f"source {self.name} of kind hub has no place on this disk yet"
+        return Path(self.path)
+
+    def pinned(self) -> dict[str, Any]:
+        """What of it stays for a line's life, as JSON values: all but where its files are to be had."""
+        fields: dict[str, Any] = {**self.model_dump(mode="json"), "path": None}
+        return fields if self.kind == "local" else {**fields, "mirrors": []}
+
+    @property
+    def rows(self) -> ReaderSettings:
+        """How its files are read."""
+        from nstrain.data.readers import ReaderSettings
+
+        column = self.stratum.column if isinstance(self.stratum, ColumnStrata) else None
+        return ReaderSettings(self.reader, self.text_column, column)
 
     @functools.cached_property
     def held_out_threshold(self) -> int:
@@ -86,6 +182,12 @@ class PinnedFile:
     """Index among the source's strata, which are sorted by name."""
     order: int
     """Its place in the order in which the stratum opens its files."""
+    text_bytes: int
+    """What it counts for its stratum's share until it is opened: its size, or for strata by column the bytes of the
+    texts that are of this stratum (the file is then in the list once for each of its strata)."""
+
+
+_LISTING_COLUMNS = ("path", "size", "sha256", "stratum", "order", "text_bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +199,12 @@ class Listing:
 
     @property
     def bytes_by_stratum(self) -> tuple[int, ...]:
-        """Pinned bytes of each stratum."""
-        return tuple(sum(file.size for file in files) for files in self.files)
+        """Pinned bytes of each stratum (`PinnedFile.text_bytes`)."""
+        return tuple(sum(file.text_bytes for file in files) for files in self.files)
+
+    def file(self, stratum: int, order: int) -> PinnedFile:
+        """A stratum's file by its place in the opening order."""
+        return self.files[stratum][order]
 
     @property
     def count(self) -> int:
@@ -108,7 +214,11 @@ class Listing:
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the list's content, whatever file it is kept in."""
-        rows = [canonical_json([f.path, f.size, f.sha256, f.stratum, f.order]) for files in self.files for f in files]
+        rows = [
+            canonical_json([f.path, f.size, f.sha256, f.stratum, f.order, f.text_bytes])
+            for files in self.files
+            for f in files
+        ]
         return sha256_bytes(canonical_json(list(self.strata)) + b"\n" + b"\n".join(rows))
 
     def save(self, path: Path) -> None:
@@ -121,6 +231,7 @@ class Listing:
                 "sha256": pa.array([f.sha256 for f in files], pa.string()),
                 "stratum": pa.array([self.strata[f.stratum] for f in files], pa.string()),
                 "order": pa.array([f.order for f in files], pa.int64()),
+                "text_bytes": pa.array([f.text_bytes for f in files], pa.int64()),
             }
         )
         pq.write_table(table, path)
@@ -129,16 +240,14 @@ class Listing:
     def load(cls, path: Path, digest: str) -> Listing:
         """Read back; raises `Refusal` if the content is not what line.json pins."""
         try:
-            columns = pq.read_table(path, columns=["path", "size", "sha256", "stratum", "order"]).to_pydict()
+            columns = pq.read_table(path, columns=list(_LISTING_COLUMNS)).to_pydict()
         except (OSError, pa.ArrowException) as error:
             raise Refusal(f"{path}: the pinned file list cannot be read ({error})") from None
         strata = tuple(sorted(set(columns["stratum"])))
         ids = {name: index for index, name in enumerate(strata)}
         files: list[list[PinnedFile]] = [[] for _ in strata]
-        for name, size, sha, stratum, order in zip(
-            *(columns[key] for key in ("path", "size", "sha256", "stratum", "order")), strict=True
-        ):
-            files[ids[stratum]].append(PinnedFile(name, size, sha, ids[stratum], order))
+        for name, size, sha, stratum, order, text in zip(*(columns[key] for key in _LISTING_COLUMNS), strict=True):
+            files[ids[stratum]].append(PinnedFile(name, size, sha, ids[stratum], order, text))
         listing = cls(strata, tuple(tuple(sorted(of_stratum, key=lambda f: f.order)) for of_stratum in files))
         if listing.digest != digest:
             raise Refusal(
@@ -152,7 +261,7 @@ def list_local(source: SourceSettings, seed: int, on_file: Callable[[int], None]
 
     Raises `Refusal` for a directory that is not there, a file that cannot be read, or a source without any text.
     """
-    root = Path(source.path)
+    root = source.root
     if not root.is_dir():
         raise Refusal(f"source {source.name}: {root} is not a directory; correct its path in the recipe")
     included, excluded = matcher(source.include), matcher(source.exclude)
@@ -163,31 +272,64 @@ def list_local(source: SourceSettings, seed: int, on_file: Callable[[int], None]
             + (f" without {list(source.exclude)}" if source.exclude else "")
             + "; correct its globs in the recipe"
         )
-    pinned = []
+    from nstrain.data.readers import refuse_missing_columns
+
+    refuse_missing_columns(source.rows, root / paths[0], f"source {source.name}: {root / paths[0]}")
+    found = []
     for path in paths:
         size, sha256 = _pin(root / path, source.name)
-        pinned.append((path, size, sha256))
+        found.append(FoundFile(path, size, sha256, _text_bytes(source, root, path, size)))
         on_file(size)
-    if sum(size for _, size, _ in pinned) == 0:
-        raise Refusal(f"source {source.name}: all {len(pinned)} files under {root} are empty")
-    return arrange(source, pinned, seed)
+    if sum(file.size for file in found) == 0:
+        raise Refusal(f"source {source.name}: all {len(found)} files under {root} are empty")
+    return arrange(source, found, seed)
 
 
-def arrange(source: SourceSettings, files: Sequence[tuple[str, int, str]], seed: int) -> Listing:
-    """Strata and opening order of files given as (path, size, sha256): a keyed permutation of their paths."""
-    by_stratum: dict[str, list[tuple[str, int, str]]] = {}
+@dataclasses.dataclass(frozen=True)
+class FoundFile:
+    """A file of a source before it has its place."""
+
+    path: str
+    size: int
+    sha256: str
+    text_bytes: Mapping[str, int]
+    """By the stratum its documents are of: what the file counts there (see `PinnedFile.text_bytes`)."""
+
+
+def _text_bytes(source: SourceSettings, root: Path, path: str, size: int) -> dict[str, int]:
+    """The strata of a local file, and what it counts in each; with strata by column every row is read."""
+    if isinstance(source.stratum, DirectoryStrata):
+        return {"/".join(path.split("/")[:-1][: source.stratum.depth]) or ".": size}
+    if isinstance(source.stratum, FileStrata):
+        return {path: size}
+    from nstrain.data.readers import NO_STRATUM, read_rows
+
+    sizes: dict[str, int] = {}
+    for row in read_rows(source.rows, root / path, f"source {source.name}: {root / path}"):
+        stratum = row.stratum or NO_STRATUM
+        sizes[stratum] = sizes.get(stratum, 0) + len((row.text or "").encode())
+    return sizes or {NO_STRATUM: 0}
+
+
+def arrange(source: SourceSettings, files: Sequence[FoundFile], seed: int) -> Listing:
+    """Strata and opening order of files: in each stratum a keyed permutation of their paths."""
+    by_stratum: dict[str, list[FoundFile]] = {}
     for file in files:
-        directories = file[0].split("/")[:-1]
-        by_stratum.setdefault("/".join(directories[: source.stratum.depth]) or ".", []).append(file)
+        for stratum in file.text_bytes:
+            by_stratum.setdefault(stratum, []).append(file)
     key = derive_key("file order", seed, source.identity.hex())
+
+    def keyed(file: FoundFile) -> tuple[bytes, str]:
+        return hashlib.blake2b(file.path.encode(), key=key, digest_size=16).digest(), file.path
+
     strata = tuple(sorted(by_stratum))
-    arranged = []
-    for index, name in enumerate(strata):
-        ordered = sorted(
-            by_stratum[name],
-            key=lambda f: (hashlib.blake2b(f[0].encode(), key=key, digest_size=16).digest(), f[0]),
+    arranged = [
+        tuple(
+            PinnedFile(file.path, file.size, file.sha256, index, order, file.text_bytes[name])
+            for order, file in enumerate(sorted(by_stratum[name], key=keyed))
         )
-        arranged.append(tuple(PinnedFile(*file, index, order) for order, file in enumerate(ordered)))
+        for index, name in enumerate(strata)
+    ]
     return Listing(strata, tuple(arranged))
 
 

@@ -53,6 +53,15 @@ class StratumState:
     next_file: int
     open: tuple[OpenFile, ...]
     """In opening order."""
+    opened_bytes: int
+    """What the files opened so far counted for its share before they were opened (`PinnedFile.text_bytes`)."""
+    opened_tokens: int
+    """Trainable tokens that were in them."""
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> StratumState:
+        """Back from plain JSON values."""
+        return cls(**{**value, "open": tuple(OpenFile(**file) for file in value["open"])})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +70,6 @@ class Counts:
 
     files: int = 0
     """Files opened."""
-    opened_bytes: int = 0
-    """Their pinned bytes."""
-    opened_tokens: int = 0
-    """Trainable tokens in them."""
     rows: int = 0
     """Rows read: documents + held_out + rejected."""
     documents: int = 0
@@ -94,7 +99,7 @@ class SourceState:
     @classmethod
     def initial(cls, strata: int) -> SourceState:
         """Nothing opened, nothing taken."""
-        return cls(tuple(StratumState(0, ()) for _ in range(strata)), None, Counts())
+        return cls(tuple(StratumState(0, (), 0, 0) for _ in range(strata)), None, Counts())
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -103,6 +108,6 @@ class SourceState:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> SourceState:
         """Back from `to_json`."""
-        strata = tuple(StratumState(s["next_file"], tuple(OpenFile(**f) for f in s["open"])) for s in value["strata"])
+        strata = tuple(StratumState.from_json(stratum) for stratum in value["strata"])
         tail = None if value["tail"] is None else Tail(**value["tail"])
         return cls(strata, tail, Counts(**value["counts"]))

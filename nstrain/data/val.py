@@ -10,7 +10,7 @@ and stay for the line's life.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -22,11 +22,15 @@ from nstrain.base.errors import Refusal
 from nstrain.data.encode import Encoder
 from nstrain.data.line import DataLine
 from nstrain.data.order import refuse_row_length
-from nstrain.data.readers import read_documents
+from nstrain.data.readers import read_pinned
+from nstrain.data.supply import OnDownload, fetched_nothing
 
 VALIDATION_FORMAT = 1
 DEFAULT_UNITS = 16
 """Units of held-out tokens that `data val` gathers for a source, unless told otherwise."""
+
+BATCH_CHARACTERS = 4 << 20
+"""Held-out text that is encoded at once."""
 
 
 @dataclasses.dataclass
@@ -43,6 +47,7 @@ def collect_held_out(
     line: DataLine,
     tokens_per_source: int | None = None,
     progress: Callable[[str, float], None] = lambda source, share: None,
+    on_download: OnDownload = fetched_nothing,
 ) -> dict[str, Any]:
     """Build val/ and return its index; the directory appears whole or not at all.
 
@@ -55,7 +60,7 @@ def collect_held_out(
     with directory_by_rename(line.work / "val") as directory:
         sources = {}
         for name in line.source_names:
-            gathered, leak = _gather(line, name, encoder, target, progress)
+            gathered, leak = _gather(line, name, encoder, target, progress, on_download)
             groups, stream = _groups(line, name, gathered)
             data = stream.astype(line.token_dtype).tobytes()
             (directory / f"{name}.bin").write_bytes(data)
@@ -79,10 +84,19 @@ def collect_held_out(
 
 
 def _gather(
-    line: DataLine, name: str, encoder: Encoder, target: int, progress: Callable[[str, float], None]
+    line: DataLine,
+    name: str,
+    encoder: Encoder,
+    target: int,
+    progress: Callable[[str, float], None],
+    on_download: OnDownload,
 ) -> tuple[list[_Gathered], dict[str, float]]:
     """Held-out documents by stratum, and the control tokens a million: by the library's default, and by ours."""
-    source, listing = line.source(name), line.listing(name)
+    supplied, listing = line.supplied(name, on_download), line.listing(name)
+    source, supply = supplied.settings, supplied.supply
+    if source.kind == "hub":
+        for _ in supply.fetched([files[0] for files in listing.files]):
+            pass  # most strata need no other; they stay until they are opened
     markers = encoder.marker_ids(source.markers, name)
     sizes = listing.bytes_by_stratum
     gathered = [_Gathered() for _ in listing.strata]
@@ -95,21 +109,37 @@ def _gather(
             if into.count >= want:
                 break
             into.files_read += 1
-            texts = [t for t in read_documents(source, file) if t is not None and source.is_held_out(t)]
-            for ids in encoder.encode(texts, markers):
-                plain_control += int(np.isin(ids, added).sum())
-                plain_total += len(ids)
-                into.tokens.append(np.append(ids, encoder.eos_id))
-                into.count += len(ids) + 1
-                into.documents += 1
-            if texts:
+            supply.fetch(file)
+            rows = read_pinned(source, file, listing.strata[stratum])
+            held_out = (row.text for row in rows if row.text is not None and source.is_held_out(row.text))
+            while texts := _some(held_out):
+                for ids in encoder.encode(texts, markers):
+                    plain_control += int(np.isin(ids, added).sum())
+                    plain_total += len(ids)
+                    into.tokens.append(np.append(ids, encoder.eos_id))
+                    into.count += len(ids) + 1
+                    into.documents += 1
                 control, total = encoder.control_tokens_by_default(texts)
                 default_control, default_total = default_control + control, default_total + total
+            if file.order >= line.settings.open_files:  # it will not be opened soon
+                supply.release(file)
         progress(name, (stratum + 1) / len(gathered))
     return gathered, {
         "library_default": 1e6 * default_control / max(1, default_total),
         "plain_text": 1e6 * plain_control / max(1, plain_total),
     }
+
+
+def _some(texts: Iterator[str]) -> list[str]:
+    """The next texts, about BATCH_CHARACTERS of them; none at the end."""
+    taken: list[str] = []
+    characters = 0
+    for text in texts:
+        taken.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            break
+    return taken
 
 
 def _groups(line: DataLine, name: str, gathered: list[_Gathered]) -> tuple[list[dict[str, Any]], npt.NDArray[np.int64]]:

@@ -173,7 +173,10 @@ class _Checks:
         problems: list[str] = []
         files = 0
         for name in self.line.source_names:
-            root = Path(self.line.source(name).path)
+            source = self.line.source(name)
+            if source.kind == "hub":  # its files are fetched, and verified, when they are needed
+                continue
+            root = source.root
             for file in (file for stratum in self.line.listing(name).files for file in stratum):
                 files += 1
                 if problem := self._file_problem(root, file):

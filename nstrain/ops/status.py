@@ -20,6 +20,7 @@ from typing import Any, Literal
 from nstrain.base.disk import read_json
 from nstrain.base.errors import NstrainError, Refusal
 from nstrain.base.process import ran_at
+from nstrain.base.units import human_bytes
 from nstrain.line.paths import LinePaths, parse_checkpoint_name
 from nstrain.line.state_files import Heartbeat, SupervisorState, read_heartbeat, read_supervisor, stop_requested
 from nstrain.record.journal import Journal, Row
@@ -293,10 +294,14 @@ class _Preparer:
     cycle: int
     progress: float
     error: str | None
+    download: dict[str, Any]
 
     def describe(self) -> str:
         """What it does, in a few words."""
+        fetched = f"{human_bytes(self.download.get('bytes_done', 0))} of {human_bytes(self.download.get('bytes', 0))}"
         words = {
+            "downloading": f"fetching {self.download.get('source')} for cycle {self.cycle}, {fetched}"
+            + (f" ({self.error})" if self.error else ""),
             "preparing": f"preparing cycle {self.cycle}, {100 * self.progress:.0f} %",
             "waiting_consumer": "enough cycles are ready",
             "waiting_disk": f"waiting for disk space: {self.error}",
@@ -310,7 +315,12 @@ def _read_preparer(work: Path) -> _Preparer | None:
         if not value or not ran_at(int(value["pid"]), float(value["since"])):
             return None
         return _Preparer(
-            int(value["pid"]), str(value["stage"]), int(value["cycle"]), float(value["progress"]), value["error"]
+            int(value["pid"]),
+            str(value["stage"]),
+            int(value["cycle"]),
+            float(value["progress"]),
+            value["error"],
+            dict(value.get("download") or {}),
         )
     except (KeyError, TypeError, ValueError):
         return None

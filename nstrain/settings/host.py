@@ -28,6 +28,8 @@ class HostSettings(Settings):
     """Directory under which `data init` and `new` place lines that are named without a path separator."""
     tokenizer: str | None = None
     """The tokenizer.json that `data init` uses when none is named."""
+    calibration_from: str | None = None
+    """state.json of a data line whose calibration `data init` takes over for the sources that both have."""
 
 
 def load_host() -> HostSettings:

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from data_helpers import rows_of, train_tokenizer
 
-from nstrain.data.sources import PinnedFile, SourceSettings
-
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -29,13 +27,13 @@ def no_power_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def many_rows() -> Iterator[None]:
     """Files of several documents, as later readers have them: rows end with a form feed; an empty one is rejected."""
-    from nstrain.data import opened, readers, val
+    from nstrain.data.readers import Row, formats
+    from nstrain.data.readers.rows import Position, read_text
 
-    def read(source: SourceSettings, file: PinnedFile) -> Iterator[str | None]:
-        for text in readers.read_documents(source, file):
-            yield from [None] if text is None else [row or None for row in rows_of(text)]
+    def read(path: Path, position: Position) -> Iterator[Row]:
+        for row in read_text(path, position):
+            yield from [row] if row.text is None else [Row(text or None, None) for text in rows_of(row.text)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opened, "read_documents", read)
-        patch.setattr(val, "read_documents", read)
+        patch.setattr(formats, "read_text", read)
         yield

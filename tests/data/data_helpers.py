@@ -19,6 +19,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 import nstrain
+from nstrain.base.errors import Exhausted
 from nstrain.data.cycles import STREAM_DOCUMENT
 from nstrain.data.init import init_line, load_recipe
 from nstrain.data.line import DataLine
@@ -153,8 +154,20 @@ def make_line(
 
 
 def prepare(line: DataLine, through: int | None = None) -> None:
-    """Prepare cycles 1 ... through (all of them by default) in this process."""
-    run_preparer(line.work, until_cycle=through or line.cycle_count)
+    """Prepare cycles 1 ... through (all of them by default) in this process alone."""
+    run_preparer(line.work, until_cycle=through or line.cycle_count, workers=0)
+
+
+def prepare_until_exhausted(line: DataLine) -> tuple[int, str]:
+    """Prepare an open-ended line until a source runs out: the cycle that is refused, and the message."""
+    try:
+        run_preparer(line.work, until_cycle=1000, workers=0)
+    except Exhausted as error:
+        cycle = 1
+        while line.manifest_path(cycle).exists():
+            cycle += 1
+        return cycle, str(error)
+    raise AssertionError("the text did not run out")
 
 
 def manifest_of(line: DataLine, cycle: int) -> dict[str, Any]:
@@ -247,9 +260,10 @@ def start_preparer(
     retry_s: float = 0.1,
     limit_bytes: int | None = None,
     pass_fds: Sequence[int] = (),
+    workers: int = 0,
     **variables: str,
 ) -> subprocess.Popen[str]:
-    """The preparer as the process that the supervisor starts, but quick to try a full disk again.
+    """The preparer as the process that the supervisor starts, but alone and quick to try a full disk again.
 
     `limit_bytes` is the size beyond which its files cannot grow (a soft limit: the test may lift it).
     """
@@ -258,7 +272,7 @@ def start_preparer(
         program += f"import resource as r; r.setrlimit(r.RLIMIT_FSIZE, ({limit_bytes}, r.RLIM_INFINITY)); "
     program += "sys.exit(p.main())"
     return subprocess.Popen(
-        [sys.executable, "-c", program, str(work), *arguments],
+        [sys.executable, "-c", program, str(work), "--workers", str(workers), *arguments],
         env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -168,12 +168,28 @@ def test_a_marker_that_is_no_added_token_is_refused(encoder: Encoder) -> None:
 def test_a_marker_that_the_library_would_not_match_exactly_is_refused(tokenizer: Path, flag: str) -> None:
     def set_flag(definition: dict[str, Any]) -> None:
         next(t for t in definition["added_tokens"] if t["content"] == "<|im_end|>")[flag] = True
+        definition["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}]}
 
     encoder = Encoder(edited(tokenizer, set_flag), EOS, "t")
     with pytest.raises(Refusal, match=rf"marker '<\|im_end\|>' has {flag} set"):
         encoder.marker_ids(["<|im_end|>"], "chat")
     text = f"a {ADDED[0]} b <|im_end|> c"
     assert encoder.decode(np.array(ids_of(encoder, text))) == text  # as plain text it is harmless
+
+
+@pytest.mark.parametrize("normalizer", [None, {"type": "Sequence", "normalizers": []}])
+def test_a_marker_to_be_matched_in_normalized_text_is_exact_where_nothing_is_normalized(
+    tokenizer: Path, normalizer: dict[str, Any] | None
+) -> None:
+    def set_flag(definition: dict[str, Any]) -> None:
+        next(t for t in definition["added_tokens"] if t["content"] == "<think>")["normalized"] = True
+        definition["normalizer"] = normalizer
+
+    encoder = Encoder(edited(tokenizer, set_flag), EOS, "t")
+    markers = encoder.marker_ids(["<think>"], "chat")
+    assert ids_of(encoder, "<think>", markers) == [encoder.vocabulary.added["<think>"]]
+    assert encoder.vocabulary.added["<think>"] not in ids_of(encoder, "a<think>")
+    assert encoder.max_tokens(100, 2) == 102
 
 
 # ------------------------------------------------------------------ what is refused

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from data_helpers import manifest_of, prepare, source, stream_of, write_tree
 from tokenizers import pre_tokenizers
 
 from nstrain.base.disk import sha256_bytes, sha256_file
-from nstrain.data.draw import SHARE_ONE
+from nstrain.data.calibration import Calibration, SourceCalibration, StratumCalibration
 from nstrain.data.encode import ENCODING_VERSION, Encoder
-from nstrain.data.line import LINE_FORMAT, DataLine
+from nstrain.data.line import LINE_FORMAT, DataLine, Fork
 from nstrain.data.manifest import MANIFEST_FORMAT
+from nstrain.data.opening import SHARE_ONE
 from nstrain.data.order import ORDER_VERSION
 from nstrain.data.rows import CycleRows
 from nstrain.data.sources import SourceSettings
@@ -79,13 +81,14 @@ def _made(base: Path, sources: list[dict[str, Any]]) -> DataLine:
 
 
 def test_versions_and_formats() -> None:
-    assert (ORDER_VERSION, ENCODING_VERSION, MANIFEST_FORMAT, LINE_FORMAT, SHARE_ONE) == (1, 1, 1, 1, 2**28)
+    assert (ORDER_VERSION, ENCODING_VERSION, MANIFEST_FORMAT, LINE_FORMAT, SHARE_ONE) == (2, 1, 1, 1, 2**28)
 
 
 def test_the_pinned_inputs(line: DataLine) -> None:
     assert line.settings.tokenizer.canary_sha256 == CANARY
     assert {n: line.listing(n).digest for n in line.source_names} == LISTINGS
     assert line.source("x").identity.hex() == IDENTITY
+    assert line.settings.calibration_sha256 == CALIBRATION
     assert line.id == LINE_ID
 
 
@@ -119,14 +122,15 @@ def test_the_manifests_fields(line: DataLine) -> None:
         "segment_units", "segments", "previous", "sources", "after",
     }  # fmt: skip
     assert set(manifest["sources"]["x"]) == {
-        "identity", "held_out", "listing_sha256", "targets", "strata", "shares", "opened", "tail_in", "segments",
-        "documents", "files",
+        "identity", "settings", "listing_sha256", "targets", "strata", "shares", "opened", "opened_counts", "tail_in",
+        "segments", "documents", "files",
     }  # fmt: skip
     assert set(manifest["after"]["x"]) == {"strata", "tail", "counts"}
     documented = (Path(__file__).parents[2] / "docs" / "reference" / "manifest.md").read_text()
     for field in [*manifest, *manifest["sources"]["x"], *manifest["after"]["x"], *manifest["after"]["x"]["counts"]]:
         assert f"`{field}`" in documented, field
-    for field in [*manifest["after"]["x"]["tail"], *manifest["after"]["x"]["strata"][0]["open"][0]]:
+    stratum = manifest["after"]["x"]["strata"][0]
+    for field in [*manifest["after"]["x"]["tail"], *stratum, *stratum["open"][0]]:
         assert f"`{field}`" in documented, field
 
 
@@ -134,7 +138,9 @@ def test_every_field_of_a_recipe_and_a_line_is_documented(line: DataLine) -> Non
     documented = (Path(__file__).parents[2] / "docs" / "reference" / "data-line.md").read_text()
     fields = [*type(line.settings).model_fields, *SourceSettings.model_fields]
     fields += [*type(line.settings.schedule[0]).model_fields, *type(line.settings.tokenizer).model_fields]
-    fields += [*type(line.settings.sources[0]).model_fields]
+    fields += [*type(line.settings.sources[0]).model_fields, *Fork.model_fields]
+    fields += [*Calibration.model_fields, *SourceCalibration.model_fields, *StratumCalibration.model_fields]
+    fields += [*pq.read_table(line.work / "sources" / "x" / "files.parquet").column_names]
     for field in fields:
         assert f"`{field}`" in documented, field
 
@@ -149,11 +155,12 @@ def test_the_tokenizer_written_by_hand_is_one(line: DataLine) -> None:
 
 CANARY = "f4c0be0c2ab38c13b761e342874e5966b589aab5409257b26f77752c7f587408"
 LISTINGS = {
-    "x": "65d92d7b461b74a18c220a8d90e00fc1d5bba7e943d5cabf08fb58da4a0e4350",
-    "y": "c5220656764481667bea0d11ae96e9fde394b50a352b57261c2a8687f772a5a2",
+    "x": "f01b0d9766d31cacac83b4326b3c58659596bc4cf8ec88680de230dddb26b80a",
+    "y": "bd39c03be025fb4b64a24d57f6fac0c6e5f98f7a1c2cc91add4eb8cd997dd0d2",
 }
 IDENTITY = "0fd432c448bf18e1fb62971aa4d070129d10f6e85b4f4b210dcced4bc1e909a7"
-LINE_ID = "813a7f9fdc32ee5f"
+CALIBRATION = "d76f68a963ea2e70d7d5dbb5a42f5d4f192f42c092973fba6b19b9cd720f79d2"
+LINE_ID = "3a2803b6c403de9f"
 TOKENS = {
     "1/x": "869fd2662121b7db810ec4fdff104ada0cc390ea0f79afd93191971fbc2b032d",
     "1/y": "7acd46075f3599aef14647bb18bf02bd22d4e97a26ee609993b108e230f9e26a",
@@ -165,8 +172,8 @@ HELD_OUT = {
     "y": "f75b795394ecbe981a3668685e563cb3308cf6673eab0ee39af4db7e79160b64",
 }
 MANIFESTS = [
-    "b27b6e4d0f71370b48b77a9521d9cd94610cdcd94590ddec2cf8452aafb0f4f9",
-    "50aff6307385cba64cf771e7c41fc987f2fb8f05586f7d64b56b69e5e03cd462",
+    "ae1b4590750b4eb2cd75774d34fa8a01b3036f7245dac136f1a24e0aba4a7cef",
+    "c15f1272e5cedad815335b4cf7eb09eb6a96e6f660a1552329afbc2c7fb99489",
 ]
 ORDERS = [
     "0e052e8d1b8a5263ae545d095fc2d1d7f96f7e7770596105dcd417c185004c03",

@@ -24,6 +24,7 @@ from data_helpers import (
     manifest_of,
     many_rows_tree,
     prepare,
+    prepare_until_exhausted,
     prose,
     prose_tree,
     quick,
@@ -39,8 +40,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nstrain.base.errors import Exhausted, Refusal
-from nstrain.data.draw import SHARE_ONE
 from nstrain.data.line import DataLine
+from nstrain.data.opening import SHARE_ONE
 from nstrain.data.rows import CycleRows, row_order
 from nstrain.data.sources import PinnedFile
 from nstrain.data.val import collect_held_out
@@ -273,16 +274,6 @@ def test_a_source_that_pauses_goes_on_where_it_was(tmp_path: Path, tokenizer: Pa
     assert len(set(seen)) == len(seen)
 
 
-def first_refused(line: DataLine) -> tuple[int, str]:
-    """Prepare until the text runs out: the cycle that is refused, and the message."""
-    for cycle in range(1, 100):
-        try:
-            prepare(line, cycle)
-        except Exhausted as error:
-            return cycle, str(error)
-    raise AssertionError("the text did not run out")
-
-
 # ------------------------------------------------------------------ held-out text
 
 
@@ -331,7 +322,7 @@ def test_equal_texts_are_different_documents_but_held_out_together(tmp_path: Pat
     line = make_line(
         tmp_path / "line", tokenizer, [source("web", write_tree(tmp_path / "t", tree), held_out=0.2)], 3200, None
     )
-    cycle, _ = first_refused(line)
+    cycle, _ = prepare_until_exhausted(line)
     listing = line.listing("web")
     trained = Counter(listing.files[s][f].path[2:] for _, s, f, _ in drawn_documents(line, "web", cycle - 1))
     assert 2 in trained.values()  # both copies, each as a document of its own
@@ -358,7 +349,7 @@ def test_rows_that_are_no_text_are_rejected_and_counted(tmp_path: Path, tokenize
     record = manifest_of(line, 1)
     shares = dict(zip(record["sources"]["web"]["strata"], record["sources"]["web"]["shares"], strict=True))
     assert shares["bad"] == 0
-    cycle, _ = first_refused(line)
+    cycle, _ = prepare_until_exhausted(line)
     counts = manifest_of(line, cycle - 1)["after"]["web"]["counts"]
     opened = {
         line.listing("web").files[i][j].path
@@ -420,7 +411,7 @@ def test_a_source_that_runs_out_is_refused_before_its_cycle_is_ready(tmp_path: P
     ]
     sources = [source(n, tree, held_out=0.05) for n, tree in zip(["x", "y"], trees, strict=True)]
     line = make_line(tmp_path / "line", tokenizer, sources, 1280, None)
-    cycle, message = first_refused(line)
+    cycle, message = prepare_until_exhausted(line)
     assert cycle > 1
     assert f"source y runs out in cycle {cycle}" in message
     assert f"end the schedule after cycle {cycle - 1}" in message

@@ -230,7 +230,7 @@ def test_a_cycle_follows_from_the_manifest_before_it_alone(line: DataLine, strai
     prepare(line, 2)
     for name in ("cycles", "open"):
         shutil.rmtree(line.work / name)
-    (line.work / "state.json").unlink()
+    edit_json(line.work / "state.json", lambda value: value.pop("prepared_cycles"))  # the calibration is an input
     line.manifest_path(1).unlink()
     prepare_cycle(line, 3, line.encoder())
     assert line.manifest_path(3).read_bytes() == straight["manifests/000003.json"]
@@ -304,10 +304,10 @@ def test_a_line_json_edited_in_what_never_changes_is_refused(line: DataLine, wha
 
 
 def test_versions_gate(line: DataLine) -> None:
-    for field in ("order_version", "encoding_version"):
+    for field, ours in (("order_version", ORDER_VERSION), ("encoding_version", ENCODING_VERSION)):
         before = (line.work / "line.json").read_text()
-        edit_json(line.work / "line.json", lambda v, field=field: v.update({field: 2}))
-        with pytest.raises(Refusal, match=rf"{field.upper()} 2, this nstrain has 1"):
+        edit_json(line.work / "line.json", lambda v, field=field: v.update({field: 9}))
+        with pytest.raises(Refusal, match=rf"{field.upper()} 9, this nstrain has {ours}"):
             DataLine.open(line.work)
         (line.work / "line.json").write_text(before)
 
@@ -341,7 +341,7 @@ def test_an_edit_of_a_prepared_cycle_is_refused_naming_the_difference(line: Data
     edit_json(line.work / "line.json", lambda v: edit(v["schedule"][0]))
     edited = DataLine.open(line.work)
     for act in (
-        lambda: run_preparer(line.work, until_cycle=2),
+        lambda: run_preparer(line.work, until_cycle=2, workers=0),
         lambda: prepare_cycle(edited, 2, edited.encoder()),
         lambda: CycleRows.open(edited, 1, 16),
     ):
@@ -360,7 +360,7 @@ def test_an_edit_of_an_earlier_cycle_is_refused_even_if_the_last_is_as_it_was(li
 
     edit_json(line.work / "line.json", split)
     with pytest.raises(Refusal, match="cycle 1 was prepared with recipe"):
-        run_preparer(line.work, until_cycle=3)
+        run_preparer(line.work, until_cycle=3, workers=0)
 
 
 @pytest.mark.parametrize("recipe", [{"code": 1, "web": 2}, {"web": 2, "nope": 1}])
@@ -421,7 +421,8 @@ def test_a_cycle_that_comes_out_otherwise_than_its_manifest_is_refused(line: Dat
     prepare(line, 1)
     shutil.rmtree(line.cycle_directory(1))
     manifest = json.loads(line.manifest_path(1).read_bytes())
-    manifest["sources"]["web"]["shares"][0] -= 1
+    shares = manifest["sources"]["web"]["shares"]
+    shares[0], shares[1] = shares[0] - 2**25, shares[1] + 2**25
     line.manifest_path(1).write_bytes(canonical_json(manifest) + b"\n")
     with pytest.raises(Refusal, match="gives another manifest"):
         prepare_cycle(line, 1, line.encoder())

@@ -46,7 +46,7 @@ def until_waiting(line: DataLine, ahead: int = 1) -> list[PreparerStatus]:
         assert len(seen) < 50 * CYCLES, "it prepares and deletes in circles"
         return bool(seen) and seen[-1].stage == "waiting_consumer"
 
-    run_preparer(line.work, ahead, stop=stop, on_status=seen.append)
+    run_preparer(line.work, ahead, stop=stop, on_status=seen.append, workers=0)
     return seen
 
 
@@ -120,16 +120,16 @@ def test_a_deleted_cycle_comes_back_for_a_consumer_that_went_back(line: DataLine
 def test_it_is_done_when_every_cycle_of_the_schedule_is_prepared(line: DataLine) -> None:
     at(line, "run", 5)
     seen: list[PreparerStatus] = []
-    assert run_preparer(line.work, 1, on_status=seen.append) == ExitCode.DONE
+    assert run_preparer(line.work, 1, on_status=seen.append, workers=0) == ExitCode.DONE
     assert (seen[-1].stage, seen[-1].cycle, seen[-1].progress) == ("done", CYCLES, 1.0)
     assert read_status(line.work) == seen[-1]
     assert cycles_on_disk(line) == [5, 6]
-    assert run_preparer(line.work, 1) == ExitCode.DONE
+    assert run_preparer(line.work, 1, workers=0) == ExitCode.DONE
 
 
 def test_until_a_cycle_it_prepares_whatever_the_consumers_do(line: DataLine) -> None:
     at(line, "run", 1)
-    assert run_preparer(line.work, 1, until_cycle=4) == ExitCode.DONE
+    assert run_preparer(line.work, 1, until_cycle=4, workers=0) == ExitCode.DONE
     assert cycles_on_disk(line) == [1, 2, 3, 4]
     assert b'"prepared_cycles": 4' in (line.work / "state.json").read_bytes()
 
@@ -157,7 +157,7 @@ def test_consumers_are_read_back_and_damaged_ones_refused(line: DataLine) -> Non
     ]
     (line.work / "consumers" / "a.json").write_text("{}")
     with pytest.raises(Refusal, match=r"consumers/a.json: field 'id' is missing"):
-        run_preparer(line.work, 1)
+        run_preparer(line.work, 1, workers=0)
     assert not cycles_on_disk(line)  # above all, nothing was deleted on a guess
 
 
@@ -169,11 +169,11 @@ def test_two_preparers_are_refused(line: DataLine) -> None:
     wait_for(lambda: stage_of(line, child.pid) == "waiting_consumer")
     before = contents(line.work)
     with pytest.raises(Refusal, match=f"the preparer of .* is held by process {child.pid}"):
-        run_preparer(line.work, until_cycle=CYCLES)
+        run_preparer(line.work, until_cycle=CYCLES, workers=0)
     assert contents(line.work) == before
     child.kill()
     child.communicate(timeout=WAIT_S)
-    assert run_preparer(line.work, until_cycle=CYCLES) == ExitCode.DONE  # a dead one holds nothing
+    assert run_preparer(line.work, until_cycle=CYCLES, workers=0) == ExitCode.DONE  # a dead one holds nothing
 
 
 def test_a_second_one_waits_for_an_orphan_that_is_about_to_go(line: DataLine) -> None:
@@ -221,7 +221,7 @@ def test_it_stops_in_the_middle_of_a_cycle_and_leaves_no_half_of_it(line: DataLi
         asked.append(1)
         return len(asked) > 4  # while the first cycle's files are opened
 
-    assert run_preparer(line.work, stop=stop) == ExitCode.STOPPED
+    assert run_preparer(line.work, stop=stop, workers=0) == ExitCode.STOPPED
     assert list((line.work / "cycles").iterdir()) == []
     assert list((line.work / "manifests").iterdir()) == []
     status = read_status(line.work)
@@ -245,7 +245,7 @@ def test_an_exhausted_source_ends_it_as_a_refusal(tokenizer: Path, tmp_path: Pat
     assert status.error in err
     assert f"in cycle {status.cycle}:" in status.error
     with pytest.raises(Exhausted):
-        run_preparer(line.work, 99)
+        run_preparer(line.work, 99, workers=0)
 
 
 def test_an_unexpected_error_is_recorded_and_raised(line: DataLine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ def test_an_unexpected_error_is_recorded_and_raised(line: DataLine, monkeypatch:
 
     monkeypatch.setattr(cycles_module, "SourceDraw", broken)
     with pytest.raises(RuntimeError, match="a bug"):
-        run_preparer(line.work)
+        run_preparer(line.work, workers=0)
     status = read_status(line.work)
     assert status is not None
     assert (status.stage, status.error) == ("failed", "RuntimeError: a bug")
@@ -262,9 +262,9 @@ def test_an_unexpected_error_is_recorded_and_raised(line: DataLine, monkeypatch:
 
 
 def test_the_state_of_an_earlier_preparer_is_replaced_at_once(line: DataLine) -> None:
-    run_preparer(line.work, until_cycle=1)
+    run_preparer(line.work, until_cycle=1, workers=0)
     seen: list[PreparerStatus] = []
-    Preparer(line.work, 1, until_cycle=2, on_status=seen.append).run()
+    Preparer(line.work, 1, until_cycle=2, on_status=seen.append, workers=0).run()
     assert (seen[0].stage, seen[0].cycle, seen[0].pid) == ("preparing", 2, os.getpid())
     assert 0 <= time.time() - seen[0].since < 60
 
@@ -336,7 +336,7 @@ def test_no_room_for_its_own_records_is_waited_for_too(line: DataLine, monkeypat
     monkeypatch.setattr(preparer_module, "POLL_S", 0.01)
     monkeypatch.setattr(preparer_module, "atomic_write_json", full)
     seen: list[PreparerStatus] = []
-    assert run_preparer(line.work, until_cycle=2, on_status=seen.append) == ExitCode.DONE
+    assert run_preparer(line.work, until_cycle=2, on_status=seen.append, workers=0) == ExitCode.DONE
     assert failures == 0
     assert "waiting_disk" in [s.stage for s in seen]
     assert cycles_on_disk(line) == [1, 2]
@@ -345,7 +345,7 @@ def test_no_room_for_its_own_records_is_waited_for_too(line: DataLine, monkeypat
 def test_the_lock_is_given_back_after_an_error(line: DataLine) -> None:
     (line.work / "tokenizer.json").unlink()
     with pytest.raises(NstrainError):
-        run_preparer(line.work)
+        run_preparer(line.work, workers=0)
     lock = preparer_lock(line.work)
     assert lock.try_acquire()
     lock.release()

@@ -259,7 +259,7 @@ def test_differences_are_shown(paths: LinePaths) -> None:
 
 
 def test_disk_use_and_ready_cycles(paths: LinePaths) -> None:
-    run_preparer(work_of(paths), until_cycle=2)
+    run_preparer(work_of(paths), until_cycle=2, workers=0)
     save(paths, 4)
     look = status(paths.root)
     assert look.cycles_ready == (1, 2)

@@ -153,7 +153,7 @@ def test_preparer_that_does_not_end_is_killed(paths: LinePaths, monkeypatch: pyt
 def test_consumed_cycles_are_deleted(paths: LinePaths, preparer: str) -> None:
     """While no preparer runs ("done") and at the line's end ("idle": one that never deletes any)."""
     line = DataLine.open(work_of(paths))
-    run_preparer(line.work, until_cycle=3)
+    run_preparer(line.work, until_cycle=3, workers=0)
     entry = consumer_path(line.work, "small")
     entry.write_text(entry.read_text().replace('"cycle": 1', '"cycle": 3'))
     _, events = supervise(paths, "done", preparer)

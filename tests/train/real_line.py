@@ -91,7 +91,7 @@ def make_data_line(root: Path, cycles: int | None = 3) -> DataLine:
 def prepare(work: Path, through_cycle: int) -> None:
     """Prepare a data line's first cycles, in a process of its own."""
     command = "import sys; from pathlib import Path; from nstrain.data.preparer import run_preparer; "
-    command += "run_preparer(Path(sys.argv[1]), until_cycle=int(sys.argv[2]))"
+    command += "run_preparer(Path(sys.argv[1]), until_cycle=int(sys.argv[2]), workers=0)"
     subprocess.run([sys.executable, "-c", command, str(work), str(through_cycle)], check=True, cwd=ROOT)
 
 

@@ -1,0 +1,41 @@
+"""What can go wrong with a hub, told apart: what a person must settle, and what waiting settles."""
+
+from __future__ import annotations
+
+from nstrain.base.errors import Refusal
+
+
+class HubRefusal(Refusal):
+    """The hub says no, and would say it again: a person has to do something."""
+
+
+class Offline(HubRefusal):
+    """HF_HUB_OFFLINE is set and something has to be fetched."""
+
+
+class AccessDenied(HubRefusal):
+    """A repository that needs a token, or another one, or the acceptance of its terms."""
+
+
+class NotOnHub(HubRefusal):
+    """A repository or a revision that does not exist (or is hidden from this token)."""
+
+
+class FileVanished(HubRefusal):
+    """A pinned file that is at its pinned revision no more, nor with the same bytes anywhere else."""
+
+
+class WrongBytes(HubRefusal):
+    """A pinned file of which every place gives other bytes than the pinned ones, however often it is fetched."""
+
+
+class UntrustedListing(HubRefusal):
+    """A listing with something in it that no repository has: it is not worked with."""
+
+
+class Transient(Exception):
+    """A failure that may be gone at the next try: its cause in words, and how long the server asks to wait."""
+
+    def __init__(self, cause: str, wait_s: float | None = None) -> None:
+        super().__init__(cause)
+        self.cause, self.wait_s = cause, wait_s

@@ -1,0 +1,151 @@
+"""`nstrain data rebuild`: a cycle's token files again, from its manifest alone.
+
+On the line's own machine the manifest lies in the line; elsewhere the manifest, the tokenizer and the sources' files
+are enough. Every file is checked against the hash that the manifest pins before it is read, and the result against the
+hashes of the token files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from nstrain.base.disk import canonical_json, directory_by_rename, sha256_bytes
+from nstrain.base.errors import Exhausted, Refusal
+from nstrain.data.cycles import SourceJob, write_stream
+from nstrain.data.encode import ENCODING_VERSION, load_encoder
+from nstrain.data.line import DataLine
+from nstrain.data.manifest import load_manifest, opening_of
+from nstrain.data.opened import OpenedFiles
+from nstrain.data.order import ORDER_VERSION
+from nstrain.data.sources import PinnedFile, SourceSettings
+from nstrain.data.supply import DOWNLOADS, OnDownload, fetched_nothing, supplied
+from nstrain.settings.model import validate
+
+
+@dataclasses.dataclass(frozen=True)
+class ManifestFiles:
+    """The files of a source that a manifest names: the part of a pinned list that drawing its cycle needs."""
+
+    strata: tuple[str, ...]
+    source: Mapping[str, Any]
+    """The source's part of the manifest."""
+
+    @functools.cached_property
+    def _files(self) -> dict[tuple[int, int], PinnedFile]:
+        named = [(i, file) for i, stratum in enumerate(self.source["opened"]) for file in stratum["open"]]
+        if (tail := self.source["tail_in"]) is not None:
+            named.append((tail["stratum"], tail))
+        return {
+            (i, file["order"]): PinnedFile(file["path"], file["size"], file["sha256"], i, file["order"], file["size"])
+            for i, file in named
+        }
+
+    def file(self, stratum: int, order: int) -> PinnedFile:
+        """A stratum's file by its place in the opening order."""
+        return self._files[stratum, order]
+
+
+@contextlib.contextmanager
+def _naming(manifest_path: Path) -> Iterator[None]:
+    """Name the manifest if its fields do not fit each other, so that nothing can be drawn from it."""
+    try:
+        yield
+    except (Exhausted, LookupError, TypeError, ValueError, AssertionError) as error:
+        raise Refusal(
+            f"{manifest_path}: its cycle cannot be drawn from it ({type(error).__name__}: {error}); it is not as the "
+            "preparer wrote it: restore it"
+        ) from error
+
+
+def rebuild_cycle(
+    manifest_path: Path,
+    tokenizer: Path,
+    places: Mapping[str, Path],
+    out: Path,
+    progress: Callable[[float], None] = lambda share: None,
+    mirrors: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    on_download: OnDownload = fetched_nothing,
+) -> str:
+    """Make a cycle's directory `out` from its manifest; returns the manifest's SHA-256.
+
+    `places` says where each local source lies; a hub's files are fetched, `mirrors` being more places of a source's,
+    and what has come is kept after a failure for the next try. Raises `Refusal` for another tokenizer, other versions,
+    a file that is not as pinned, or token files that do not come out with the manifest's hashes.
+    """
+    manifest = load_manifest(manifest_path)
+    for name, theirs, ours in (
+        ("ORDER_VERSION", manifest["order_version"], ORDER_VERSION),
+        ("ENCODING_VERSION", manifest["encoding_version"], ENCODING_VERSION),
+    ):
+        if theirs != ours:
+            raise Refusal(f"{manifest_path}: made with {name} {theirs}, this nstrain has {ours}")
+    encoder = load_encoder(tokenizer, manifest["eos_id"])
+    if encoder.sha256 != manifest["tokenizer_sha256"]:
+        raise Refusal(
+            f"{tokenizer}: has sha256 {encoder.sha256}, the cycle was made with {manifest['tokenizer_sha256']}"
+        )
+    with _naming(manifest_path):
+        hub = {name for name in manifest["order"] if manifest["sources"][name]["settings"]["kind"] == "hub"}
+    missing = [name for name in manifest["order"] if name not in places and name not in hub]
+    if missing:
+        raise Refusal(f"say where source {missing[0]} lies: --source {missing[0]}=DIRECTORY")
+    cache, downloads = out.with_name(f".{out.name}.open"), out.with_name(f".{out.name}.{DOWNLOADS}")
+    written = 0
+    try:
+        with directory_by_rename(out) as directory, _naming(manifest_path):
+            for name in manifest["order"]:
+                source = manifest["sources"][name]
+                place = (
+                    {"mirrors": list(mirrors.get(name, ()))} if name in hub else {"path": str(places[name].resolve())}
+                )
+                settings = validate(SourceSettings, {**source["settings"], **place}, f"{manifest_path}: {name}")
+                ready, strata = supplied(settings, downloads, on_download), tuple(source["strata"])
+                table = ManifestFiles(strata, source)
+                files = OpenedFiles(cache / name, ready.settings, table, encoder, supply=ready.supply)
+                job = SourceJob(ready.settings, source["listing_sha256"], strata, files, opening_of(source))
+                done = written
+                stream = write_stream(
+                    job,
+                    manifest,
+                    directory,
+                    lambda n, done=done: progress((done + n) / manifest["cycle_tokens"]),  # type: ignore[misc]
+                )
+                record = json.loads(canonical_json(stream.record))
+                if record != source:
+                    wrong = next(key for key in source if record.get(key) != source[key])
+                    raise Refusal(
+                        f"{manifest_path}: source {name} comes out with other {wrong} than the manifest says; the "
+                        "manifest or this nstrain is not what made the cycle"
+                    )
+                written += source["targets"]
+            sha256 = sha256_bytes(manifest_path.read_bytes())
+            (directory / "READY").write_bytes(canonical_json({"manifest_sha256": sha256}))
+        shutil.rmtree(downloads, ignore_errors=True)
+    finally:
+        shutil.rmtree(cache, ignore_errors=True)
+    return sha256
+
+
+def rebuild_in_line(
+    line: DataLine,
+    cycle: int,
+    out: Path | None = None,
+    progress: Callable[[float], None] = lambda share: None,
+    on_download: OnDownload = fetched_nothing,
+) -> Path:
+    """Rebuild a cycle of a line from its manifest, in its own place or in `out`; returns the directory."""
+    directory = out or line.cycle_directory(cycle)
+    settings = [source.settings for source in line.settings.sources]
+    places = {source.name: source.root for source in settings if source.kind == "local"}
+    mirrors = {source.name: source.mirrors for source in settings}
+    tokenizer = line.work / "tokenizer.json"
+    rebuild_cycle(line.manifest_path(cycle), tokenizer, places, directory, progress, mirrors, on_download)
+    return directory

@@ -1,0 +1,286 @@
+"""What `data plan` foresees against what happens, schedules that only grow, and what `data status` tells."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_helpers import (
+    contents,
+    make_line,
+    manifest_of,
+    prepare,
+    prepare_until_exhausted,
+    prose_tree,
+    source,
+    start_preparer,
+    write_tree,
+)
+from mixed_line import mixed_line
+from typer.testing import CliRunner
+
+from nstrain.base.errors import Refusal
+from nstrain.cli.data import app
+from nstrain.data.consumers import write_consumer
+from nstrain.data.extend import extend_line
+from nstrain.data.line import DataLine
+from nstrain.data.plan import LinePlan, SourcePlan, plan_line
+from nstrain.data.preparer import run_preparer
+from nstrain.data.val import collect_held_out
+
+TOLERANCE = 0.10
+"""By how much a plan made before anything is read may be off: what is held out is a sample of documents, and a file's
+beginning stands for the file."""
+
+
+def planned(line: DataLine) -> LinePlan:
+    plan = plan_line(line)
+    assert plan is not None
+    return plan
+
+
+def by_name(plan: LinePlan) -> dict[str, SourcePlan]:
+    return {source.source: source for source in plan.sources}
+
+
+def left_in(line: DataLine, cycle: int, name: str) -> int:
+    """Tokens that a source, all of it opened, has left after a cycle."""
+    after = manifest_of(line, cycle)["after"][name]
+    assert [s["next_file"] for s in after["strata"]] == [len(files) for files in line.listing(name).files]
+    left: int = sum(file["left"] for stratum in after["strata"] for file in stratum["open"])
+    return left + int(after["tail"]["tokens"])
+
+
+@pytest.fixture(scope="module")
+def used_up(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[DataLine, int]:
+    """A line of one text tree, prepared until it runs out, and the cycle that cannot be filled."""
+    root = tmp_path_factory.mktemp("plan")
+    tree = write_tree(root / "text", prose_tree(3, {"a": 120, "b": 60, "c": 10}))
+    line = make_line(root / "line", tokenizer, [source("web", tree, held_out=0.05)], 960, None)
+    return line, prepare_until_exhausted(line)[0]
+
+
+def as_after(line: DataLine, tmp_path: Path, cycles: int) -> DataLine:
+    """The line as it was when so many cycles were prepared."""
+    shutil.copytree(line.work, tmp_path / "line")
+    copy = DataLine.open(tmp_path / "line")
+    cycle = cycles + 1
+    while copy.manifest_path(cycle).exists():
+        copy.manifest_path(cycle).unlink()
+        shutil.rmtree(copy.cycle_directory(cycle))
+        cycle += 1
+    return copy
+
+
+def test_an_open_ended_line_runs_out_about_when_it_is_planned_to(used_up: tuple[DataLine, int], tmp_path: Path) -> None:
+    line, refused = used_up
+    assert refused > 8
+    before = contents(line.work)
+    plan = planned(as_after(line, tmp_path, 0))
+    web = by_name(plan)["web"]
+    had = 960 * (refused - 1) + left_in(line, refused - 1, "web")
+    assert abs(web.left_tokens / had - 1) <= TOLERANCE
+    assert (plan.next_cycle, plan.cycle_count) == (1, None)
+    assert web.runs_out_in_cycle is not None
+    assert abs(web.runs_out_in_cycle - refused) <= 1 + TOLERANCE * refused
+    assert (web.cycle_tokens, web.takes_tokens, web.short) == (960, None, False)
+    assert contents(line.work) == before
+
+
+def test_it_is_exact_once_everything_is_open(used_up: tuple[DataLine, int], tmp_path: Path) -> None:
+    line, refused = used_up
+    plan = planned(as_after(line, tmp_path, refused - 1))
+    assert plan.next_cycle == refused
+    assert by_name(plan)["web"].left_tokens == left_in(line, refused - 1, "web")
+    assert by_name(plan)["web"].runs_out_in_cycle == refused
+    shutil.rmtree(tmp_path / "line")
+    earlier = planned(as_after(line, tmp_path, refused - 2))
+    assert by_name(earlier)["web"].runs_out_in_cycle == refused
+
+
+def test_it_comes_nearer_as_files_are_opened(used_up: tuple[DataLine, int], tmp_path: Path) -> None:
+    line, refused = used_up
+    had = left_in(line, refused - 1, "web")
+    for cycles in range(1, refused, 3):
+        copy = as_after(line, tmp_path, cycles)
+        left = by_name(planned(copy))["web"].left_tokens
+        assert abs(left - (had + 960 * (refused - 1 - cycles))) <= TOLERANCE * 960 * refused
+        shutil.rmtree(copy.work)
+
+
+@pytest.mark.parametrize("cycles", ["enough", "one too many"])
+def test_a_closed_schedule_is_met_or_not_as_planned(used_up: tuple[DataLine, int], tmp_path: Path, cycles: str) -> None:
+    line, refused = used_up
+    copy = as_after(line, tmp_path, refused - 3)
+    value = json.loads((copy.work / "line.json").read_text())
+    count = refused - 1 if cycles == "enough" else refused
+    value["schedule"][0]["cycles"] = count
+    (copy.work / "line.json").write_text(json.dumps(value))
+    copy = DataLine.open(copy.work)
+    web = by_name(planned(copy))["web"]
+    assert web.takes_tokens == (count - (refused - 3)) * 960
+    done = CliRunner().invoke(app, ["plan", "--work", str(copy.work)])
+    if cycles == "enough":
+        assert (web.short, web.runs_out_in_cycle) == (False, None)
+        assert done.exit_code == 0
+        assert "lasts" in done.output
+        prepare(copy)
+        assert plan_line(copy) is None
+        done = CliRunner().invoke(app, ["plan", "--work", str(copy.work)])
+        assert done.exit_code == 0
+        assert "every cycle of the schedule is prepared" in done.output
+        assert json.loads(CliRunner().invoke(app, ["plan", "--work", str(copy.work), "--json"]).stdout) is None
+    else:
+        assert (web.short, web.runs_out_in_cycle) == (True, refused)
+        assert done.exit_code == 1
+        assert f"in cycle {refused}" in done.output
+        assert f"the schedule cannot be met from cycle {refused}" in done.output
+        as_json = CliRunner().invoke(app, ["plan", "--work", str(copy.work), "--json"])
+        assert as_json.exit_code == 1
+        assert json.loads(as_json.stdout)["sources"][0]["runs_out_in_cycle"] == refused
+
+
+def test_it_sees_recipes_that_change_and_sources_that_pause(tmp_path: Path, tokenizer: Path) -> None:
+    line = mixed_line(tmp_path, tokenizer, cycles=1)
+    extend_line(line.work, 2, cycle_tokens=640, recipe={"tree": 1, "rows": 4})
+    line = extend_line(line.work, 1, cycle_tokens=640, recipe={"nested": 1})
+    plan = by_name(planned(line))
+    taken = {"rows": 640 + 2 * 512, "nested": 320 + 640, "tree": 320 + 2 * 128}
+    assert {name: source.takes_tokens for name, source in plan.items()} == taken
+    assert {name: source.cycle_tokens for name, source in plan.items()} == {"rows": 640, "nested": 320, "tree": 320}
+    prepare(line, 1)
+    later = planned(line)
+    assert later.next_cycle == 2
+    assert {name: source.cycle_tokens for name, source in by_name(later).items()} == {
+        "rows": 512,
+        "nested": 0,
+        "tree": 128,
+    }
+    assert {name: source.takes_tokens for name, source in by_name(later).items()} == {
+        "rows": 1024, "nested": 640, "tree": 256,
+    }  # fmt: skip
+    assert later.cycle_bytes == (640 + 2) * 2
+    assert later.prepare_s == pytest.approx(640 / line.calibration().tokens_per_s)
+    prepare(line, 2)
+    on_disk = sum(p.stat().st_size for p in line.cycle_directory(2).glob("*.bin"))
+    assert on_disk == later.cycle_bytes
+
+
+def test_no_file_of_a_source_is_read_for_it(used_up: tuple[DataLine, int], tmp_path: Path) -> None:
+    line, _ = used_up
+    copy = as_after(line, tmp_path, 2)
+    expected = planned(copy)
+    value = json.loads((copy.work / "line.json").read_text())
+    value["sources"][0]["settings"]["path"] = str(tmp_path / "nowhere")
+    (copy.work / "line.json").write_text(json.dumps(value))
+    shutil.rmtree(copy.work / "open")
+    assert planned(DataLine.open(copy.work)) == expected
+
+
+# ------------------------------------------------------------------ the past
+
+
+PAST: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
+    "recipe": (lambda pieces: pieces[0].update(recipe={"rows": 1, "nested": 2, "tree": 1}), "cycle 1 .* recipe"),
+    "size": (lambda pieces: pieces[0].update(cycle_tokens=2560), "cycle 1 .* cycle_tokens 1280, found 2560"),
+    "segments": (lambda pieces: pieces[0].update(segment_units=10), "cycle 1 .* segment_units"),
+    "a piece more before": (lambda pieces: pieces.insert(0, {**pieces[0], "cycles": 1}), "cycle 2 .* cycle_tokens"),
+    "cycles of the first": (lambda pieces: pieces[0].update(cycles=2), "cycle 2 .* piece 1, found 0"),
+    "the second's size": (
+        lambda pieces: pieces[1].update(cycle_tokens=1280),
+        "cycle 2 .* cycle_tokens 640, found 1280",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", PAST)
+def test_an_edit_of_the_past_by_hand_is_refused_with_the_first_difference(
+    tmp_path: Path, tokenizer: Path, what: str
+) -> None:
+    line = mixed_line(tmp_path, tokenizer, cycles=1)
+    line = extend_line(line.work, 1, cycle_tokens=640)
+    line = extend_line(line.work, 1, cycle_tokens=640, recipe={"rows": 1, "tree": 1})
+    prepare(line, 2)
+    path = line.work / "line.json"
+    good = path.read_text()
+    value = json.loads(good)
+    edit, match = PAST[what]
+    edit(value["schedule"])
+    path.write_text(json.dumps(value))
+    with pytest.raises(Refusal, match=match):
+        run_preparer(line.work, until_cycle=3, workers=0)
+    with pytest.raises(Refusal, match=match):
+        extend_line(line.work, 1)
+    assert path.read_text() == json.dumps(value)
+    assert not line.manifest_path(3).exists()
+    path.write_text(good)
+    extend_line(line.work, 1)
+    prepare(DataLine.open(line.work), 3)
+
+
+def test_what_is_not_prepared_may_still_be_edited_by_hand(tmp_path: Path, tokenizer: Path) -> None:
+    line = mixed_line(tmp_path, tokenizer, cycles=3)
+    prepare(line, 1)
+    value = json.loads((line.work / "line.json").read_text())
+    first = value["schedule"][0]
+    value["schedule"] = [{**first, "cycles": 1}, {**first, "cycles": 1, "recipe": {"tree": 1}}]
+    (line.work / "line.json").write_text(json.dumps(value))
+    line = DataLine.open(line.work)
+    prepare(line)
+    assert list(manifest_of(line, 2)["sources"]) == ["tree"]
+
+
+# ------------------------------------------------------------------ status
+
+
+def status_of(line: DataLine) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["status", "--work", str(line.work), "--json"])
+    assert done.exit_code == 0, done.output
+    value: dict[str, Any] = json.loads(done.stdout)
+    return value
+
+
+def size_of(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def test_status_tells_where_a_line_stands(tmp_path: Path, tokenizer: Path) -> None:
+    line = mixed_line(tmp_path, tokenizer, cycles=3, unit_tokens=16)
+    new = status_of(line)
+    assert set(new) >= {
+        "work", "cycle_count", "prepared_cycles", "cycles_on_disk", "held_out", "preparing", "preparer", "consumers",
+        "cycles_bytes", "open_bytes",
+    }  # fmt: skip
+    assert (new["work"], new["cycle_count"], new["prepared_cycles"]) == (str(line.work), 3, 0)
+    assert (new["cycles_on_disk"], new["held_out"], new["preparing"], new["preparer"]) == ([], False, False, None)
+    assert (new["consumers"], new["cycles_bytes"], new["open_bytes"]) == ([], 0, 0)
+    collect_held_out(line)
+    prepare(line, 2)
+    write_consumer(line.work, "run", 2, 5, 1400, tmp_path)
+    run_preparer(line.work, until_cycle=2, workers=0)
+    now = status_of(line)
+    assert (now["prepared_cycles"], now["cycles_on_disk"], now["held_out"]) == (2, [2], True)
+    assert now["preparer"]["stage"] == "done"
+    assert now["consumers"] == [{"format": 1, "id": "run", "run": str(tmp_path), "cycle": 2, "row": 5, "tokens": 1400}]
+    assert now["cycles_bytes"] == size_of(line.work / "cycles") > 0
+    assert now["open_bytes"] == size_of(line.work / "open") > 0
+    text = CliRunner().invoke(app, ["status", "--work", str(line.work)]).output
+    assert "2 of 3" in text
+    assert "row 5" in text
+
+
+def test_a_running_preparer_is_seen(tmp_path: Path, tokenizer: Path) -> None:
+    line = mixed_line(tmp_path, tokenizer, cycles=5)
+    child = start_preparer(line.work)
+    try:
+        while not ((status := status_of(line))["preparing"] and (status["preparer"] or {}).get("pid") == child.pid):
+            assert child.poll() is None
+        assert status["preparer"]["stage"] in ("preparing", "waiting_consumer")
+    finally:
+        child.kill()
+        child.communicate()
+    assert status_of(line)["preparing"] is False

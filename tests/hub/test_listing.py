@@ -1,0 +1,272 @@
+"""What a repository holds at a revision: through the real client library, pages, failures, and lies."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_hub import FakeHub, Fault, HubFile, Request
+
+import nstrain
+from nstrain.base.errors import Refusal
+from nstrain.data.hub.errors import AccessDenied, HubRefusal, NotOnHub, UntrustedListing
+from nstrain.data.hub.listing import list_files, resolve_revision, starting_directories
+from nstrain.data.hub.patience import asked_wait_s
+from nstrain.data.hub.pin import list_hub, pin_revision
+from nstrain.data.sources import FileStrata, SourceSettings
+
+REPO = "some/corpus"
+
+
+def files(count: int, directory: str = "data") -> dict[str, bytes | HubFile]:
+    return {f"{directory}/{i % 7}/{i:05d}.parquet": random.Random(i).randbytes(70 + i) for i in range(count)}
+
+
+def source(**fields: Any) -> SourceSettings:
+    return SourceSettings(**{"name": "web", "kind": "hub", "repo": REPO, "include": ("**/*.parquet",), **fields})
+
+
+def test_a_listing_in_pages_is_whole_and_sorted(hub: FakeHub) -> None:
+    contents = files(350)
+    commit = hub.add(REPO, {**contents, "README.md": b"x" * 100, "data/1/_SUCCESS": b""})
+    found = list_files(REPO, commit, ["data/**/*.parquet"], ["data/6/*"])
+    expected = sorted(path for path in contents if not path.startswith("data/6/"))
+    assert [file.path for file in found] == expected
+    assert [file.sha256 for file in found] == [hashlib.sha256(contents[path]).hexdigest() for path in expected]  # type: ignore[arg-type]
+    assert sum(request.what == "tree" for request in hub.requests) == 4
+    assert all(request.path == "data" for request in hub.requests)
+
+
+@pytest.mark.parametrize(
+    ("globs", "starts"),
+    [
+        (["data/a/*/x"], ["data/a"]),
+        (["data/a/*/x", "data/b/*", "data/*/c"], ["data"]),
+        (["data/a/*", "data/ab/*"], ["data/a", "data/ab"]),
+        (["*.parquet", "data/a/*"], [""]),
+        (["data/one.parquet"], ["data"]),
+        (["da?a/x/*"], [""]),
+    ],
+)
+def test_only_the_directories_before_the_first_wildcard_are_listed(globs: list[str], starts: list[str]) -> None:
+    assert starting_directories(globs) == starts
+
+
+def test_a_branch_is_pinned_once_and_a_commit_stays(hub: FakeHub) -> None:
+    first = hub.add(REPO, files(3))
+    pinned = pin_revision(source())
+    hub.add(REPO, files(5))
+    assert pinned.revision == first == pin_revision(pinned).revision
+    assert list_hub(pinned, 0).count == 3
+    assert pinned.identity == source(revision="other").identity != source(repo="some/other").identity
+
+
+def test_small_files_are_pinned_by_sha256_too(hub: FakeHub) -> None:
+    contents = {"a/large.txt": b"large " * 100, "a/small.txt": b"small", "b/empty.txt": b""}
+    hub.add(REPO, contents)
+    listing = list_hub(pin_revision(source(include=("**/*.txt",), reader="text")), 0)
+    pins = {file.path: (file.size, file.sha256) for stratum in listing.files for file in stratum}
+    assert pins == {path: (len(c), hashlib.sha256(c).hexdigest()) for path, c in contents.items()}
+    assert listing.strata == ("a", "b")
+    assert [r.path for r in hub.requests if r.what == "bytes"] == ["a/small.txt"]
+
+
+def test_a_small_file_with_other_bytes_than_git_s_is_fetched_again(hub: FakeHub) -> None:
+    hub.add(REPO, {"small.txt": b"small"})
+    left = [Fault("flip"), Fault("cut"), Fault("503")]
+    hub.fault = lambda r: left.pop(0) if r.what == "bytes" and left else None
+    listing = list_hub(pin_revision(source(include=("*.txt",), reader="text", stratum=FileStrata(by="file"))), 0)
+    assert listing.files[0][0].sha256 == hashlib.sha256(b"small").hexdigest()
+    assert listing.strata == ("small.txt",)
+
+
+@pytest.mark.parametrize("kind", ["503", "429", "cut", "reset"])
+def test_a_failing_page_is_asked_for_again(hub: FakeHub, kind: str) -> None:
+    commit = hub.add(REPO, files(250))
+    left, lock = [None, Fault(kind, 0.5 if kind == "cut" else 0)], threading.Lock()
+
+    def fault(request: Request) -> Fault | None:
+        with lock:
+            return left.pop(0) if left and request.what == "tree" else None
+
+    hub.fault = fault
+    told: list[str] = []
+    assert len(list_files(REPO, commit, ["data/**/*"], [], told.append)) == 250
+    assert told or kind in ("cut", "reset")  # the library itself tries those again, and says nothing
+
+
+def test_a_hanging_page_does_not_hang_the_listing(hub: FakeHub) -> None:
+    commit = hub.add(REPO, files(10))
+    left = [Fault("stall", 0.5)]
+    hub.fault = lambda r: left.pop(0) if r.what == "tree" and left else None
+    began = time.monotonic()
+    assert len(list_files(REPO, commit, ["data/**/*"], [])) == 10
+    assert time.monotonic() - began < 4.5  # the server would stall for 5 s
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"path": "../up.parquet"}, "leads out"),
+        ({"path": "data/../../up.parquet"}, "leads out"),
+        ({"path": "/etc/x.parquet"}, "leads out"),
+        ({"path": "data//x.parquet"}, "leads out"),
+        ({"path": "data/./x.parquet"}, "leads out"),
+        ({"path": "data/a\nb.parquet"}, "control character"),
+        ({"path": "data/\x9bb.parquet"}, "control character"),
+        ({"path": "data/\ud800.parquet"}, "not UTF-8"),
+        ({"path": "data\\..\\x.parquet"}, "elsewhere"),
+        ({"path": "C:x.parquet"}, "elsewhere"),
+        ({"path": "data/" + "x" * 250 + ".parquet"}, "too long"),
+        ({"path": "d/" * 600 + "x.parquet"}, "too long"),
+        ({"path": "data/x.parquet.partial"}, "unfinished"),
+        ({"path": "data/0/00000.parquet"}, "listed twice"),
+        ({"path": "data/0/00000.parquet/x.parquet"}, "both as a file and as a directory"),
+        ({"size": -1}, "size"),
+        ({"size": 1 << 60}, "size"),
+        ({"size": "12"}, "size"),
+        ({"size": 10, "lfs": {"oid": "a" * 64, "size": 11, "pointerSize": 1}}, "size"),
+        ({"lfs": {"oid": "A" * 64, "size": 100, "pointerSize": 1}}, "sha256"),
+        ({"lfs": {"oid": "../../x", "size": 100, "pointerSize": 1}}, "sha256"),
+        ({"oid": "zz"}, "blob id"),
+    ],
+)
+def test_nothing_listed_is_trusted(hub: FakeHub, entry: dict[str, Any], words: str) -> None:
+    hub.add(REPO, files(3))
+    whole = {"type": "file", "oid": "0" * 40, "size": 100, "path": "data/9/x.parquet",
+             "lfs": {"oid": "a" * 64, "size": entry.get("size", 100), "pointerSize": 1}}  # fmt: skip
+    hub.extra_entries[REPO] = [{**whole, **entry}]
+    with pytest.raises(UntrustedListing, match=words):
+        list_hub(pin_revision(source()), 0)
+
+
+def test_globs_that_match_nothing_are_named_with_what_is_there(hub: FakeHub) -> None:
+    hub.add(REPO, {**files(9, "data/real"), "README.md": b"x" * 100})
+    with pytest.raises(HubRefusal, match=r"no file matches \['data/wrong/\*/\*.parquet'\].*under data: data/real/"):
+        list_hub(pin_revision(source(include=("data/wrong/*/*.parquet",))), 0)
+    with pytest.raises(HubRefusal, match=r"under its root: README.md, data/"):
+        list_hub(pin_revision(source(include=("train/*",))), 0)
+
+
+def test_what_is_not_there_or_not_allowed_is_named(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add(REPO, files(3))
+    with pytest.raises(NotOnHub, match="no such repository"):
+        resolve_revision("no/where", "main")
+    with pytest.raises(NotOnHub, match="no such revision"):
+        resolve_revision(REPO, "nobranch")
+    hub.tokens[REPO] = "hf_t"
+    with pytest.raises(AccessDenied, match="terms"):
+        resolve_revision(REPO, "main")
+    monkeypatch.setenv("HF_TOKEN", "hf_t")
+    assert resolve_revision(REPO, "main")
+
+
+def test_empty_files_alone_are_refused(hub: FakeHub) -> None:
+    hub.add(REPO, {"a.parquet": b""})
+    with pytest.raises(Refusal, match="are empty"):
+        list_hub(pin_revision(source()), 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"repo": None}, "needs a repo"),
+        ({"path": "/x"}, "path is for kind local"),
+        ({"kind": "local", "path": "/x"}, "for kind hub"),
+        ({"mirrors": ("ftp://x",)}, "mirror"),
+        ({"stratum": {"by": "column", "column": "language"}}, "strata by column"),
+        ({"repo": "../up"}, "repo"),
+    ],
+)
+def test_settings_that_do_not_fit_the_kind_are_refused(fields: dict[str, Any], words: str) -> None:
+    from nstrain.settings.model import validate
+
+    value = {"name": "web", "kind": "hub", "repo": REPO, "include": ["*"], "reader": "parquet", "text_column": "c"}
+    with pytest.raises(Refusal, match=words):
+        validate(SourceSettings, {**value, **fields}, "recipe")
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"RateLimit": '"api";r=0;t=55'}, 56.0),
+        ({"RateLimit": '"api";r=3;t=55'}, None),
+        ({"RateLimit": '"api";r=3;t=55', "Retry-After": "7"}, 7.0),
+        ({"Retry-After": "2.5"}, 2.5),
+        ({"Retry-After": "Fri, 01 Jan 1999 00:00:00 GMT"}, 0.0),
+        ({"Retry-After": "soon"}, None),
+        ({"Retry-After": "-5"}, None),
+        ({}, None),
+    ],
+)
+def test_what_a_server_asks_to_wait(headers: dict[str, str], seconds: float | None) -> None:
+    assert asked_wait_s(headers) == seconds
+
+
+def in_process(hub: FakeHub, program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "PYTHONPATH": str(Path(nstrain.__file__).parents[1])}
+    return subprocess.run([sys.executable, "-c", program], env={**environment, **variables},
+                          capture_output=True, text=True, timeout=60)  # fmt: skip
+
+
+def test_offline_mode_is_refused_at_once_and_xet_is_off_unless_asked_for(hub: FakeHub) -> None:
+    program = "from nstrain.data.hub.listing import resolve_revision as r; r('some/corpus', 'main')"
+    done = in_process(hub, program, HF_HUB_OFFLINE="1")
+    assert "Offline: some/corpus@main has to be listed, but HF_HUB_OFFLINE is set" in done.stderr
+    program = (
+        "from nstrain.data.hub.client import library, endpoint, hub_headers; import os; library();"
+        "from huggingface_hub import constants as c; print(c.HF_HUB_DISABLE_XET, endpoint(),"
+        " hub_headers().get('authorization'))"
+    )
+    tokens = {"HF_TOKEN": "hf_mine", "HF_ENDPOINT": "https://mirror.example/"}
+    assert in_process(hub, program, **tokens).stdout.split() == ["True", "https://mirror.example", "Bearer", "hf_mine"]
+    shown = in_process(hub, "from nstrain.data.hub.client import is_offline as o; print(o())", HF_HUB_OFFLINE="1")
+    assert shown.stdout.strip() == "True"
+    assert in_process(hub, program, HF_HUB_DISABLE_XET="0", **tokens).stdout.startswith("False")
+
+
+def test_the_token_of_hf_home_is_used(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("hf_stored\n")
+    program = "from nstrain.data.hub.client import hub_headers; print(hub_headers().get('authorization'))"
+    assert in_process(hub, program, HF_HOME=str(tmp_path)).stdout.strip() == "Bearer hf_stored"
+    off = in_process(hub, program, HF_HOME=str(tmp_path), HF_HUB_DISABLE_IMPLICIT_TOKEN="1")
+    assert off.stdout.strip() == "None"
+
+
+def test_a_listing_of_64000_files_is_quick_and_small(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest: Callable[[int], str] = lambda i: hashlib.sha256(b"%d" % i).hexdigest()  # noqa: E731
+    contents = {
+        f"data/web/CC-MAIN-{2013 + i % 110}/part-{i:05d}-of-64000.parquet": HubFile(
+            85_000_000 + i, digest(i), "0" * 40, None, True
+        )
+        for i in range(64_000)
+    }
+    commit = hub.add(REPO, contents)
+    monkeypatch.setattr(hub, "page_entries", 1000)
+    program = f"""
+import resource, time
+from nstrain.data.hub import client; client.library()
+from nstrain.data.hub.pin import list_hub
+from nstrain.data.sources import DirectoryStrata, SourceSettings
+before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+source = SourceSettings(name="web", kind="hub", repo="{REPO}", revision="{commit}", include=("data/web/*/*.parquet",),
+                        stratum=DirectoryStrata(depth=3))
+listing = list_hub(source, 0)
+assert listing.count == 64_000 and len(listing.strata) == 110, listing.count
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10, time.monotonic() - began)
+"""
+    done = in_process(hub, program)
+    assert done.returncode == 0, done.stderr
+    megabytes, seconds = map(float, done.stdout.split())
+    print(f"64,000 files listed in {seconds:.1f} s with {megabytes:.0f} MiB")
+    assert megabytes < 200
+    assert seconds < 60
