@@ -198,6 +198,8 @@ def test_a_last_line_needs_no_newline_if_it_is_whole(tmp_path: Path) -> None:
         (b"", []),
         (b"\n", [None]),
         (b'{"content": 3}\n ', [None] * 2),
+        (b'{"content": "\xff"}', [None]),
+        (b'{"content": "a", "d": ' + b"[" * 5000 + b"]" * 5000 + b"}", [None]),
     ):
         path.write_bytes(data)
         assert texts(path) == expected
