@@ -34,7 +34,7 @@ def compressed(name: str, data: bytes, frame_bytes: int = 1 << 16) -> bytes:
     """Bytes as the file of that name holds them: compressed ones in several frames, as parallel writers make them."""
     frames = [data[start : start + frame_bytes] for start in range(0, len(data), frame_bytes)] or [b""]
     if name.endswith(".gz"):
-        return b"".join(gzip.compress(frame, 1) for frame in frames)
+        return b"".join(gzip.compress(frame, 1, mtime=0) for frame in frames)
     if name.endswith(".zst"):
         return b"".join(pa.Codec("zstd").compress(frame, asbytes=True) for frame in frames)
     return data

@@ -6,6 +6,7 @@ import dataclasses
 import random
 import shutil
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,16 @@ def test_a_file_is_read_only_when_those_open_cannot_give_the_cycle(built: Built,
                 assert len(without_newest) < OPEN_FILES or sum(f.left for f in without_newest) < need + many.longest
             later += len(new)
     assert later > 20, "the later cycles are to need further files"
+
+
+def test_the_open_files_of_a_stratum_are_used_in_proportion(built: Built, many: Many) -> None:
+    """Two files that were opened together: in a cycle the same part of each is taken, to within a document."""
+    both = 0
+    for first, second in open_in(built.line, 2):
+        taken, whole = first.tokens - first.left + second.tokens - second.left, first.tokens + second.tokens
+        assert abs(first.tokens - first.left - Fraction(first.tokens * taken, whole)) <= many.longest
+        both += min(first.cursor, second.cursor) > 0
+    assert both > 0.8 * STRATA, "a cycle takes several documents of most strata"
 
 
 def test_every_stratum_is_within_a_document_of_its_share(built: Built) -> None:
