@@ -15,12 +15,13 @@ help:
 install: $(STAMP)
 
 # The wheel cache makes a second install quick; the stamp makes it unnecessary until the inputs change.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt constraints-kernels.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "nstrain needs Python >= 3.10, $(PYTHON) is `$(PYTHON) --version`; set PYTHON=/path/to/python3.10+"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[run,dev]'
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps -r constraints-kernels.txt
 	@touch $(STAMP)
 
 demo: $(STAMP)

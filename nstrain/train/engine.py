@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nstrain.settings.run import LengthSettings, OptimizerSettings
-from nstrain.train.adamw import adamw_update, advance_step, clip_by_norm
+from nstrain.train.adamw import Clip, adamw_update, advance_step, clip_by_norm
 from nstrain.train.flat import FlatParameters
 from nstrain.train.model import DECAYED_GROUPS, IGNORED_TOKEN, TrainableModel, parameter_places
 from nstrain.train.norms import GradientNorms, gradient_norms
@@ -78,7 +78,11 @@ class Engine(Protocol):
 
 
 class EagerEngine:
-    """The engine that runs every operator as it comes."""
+    """The engine that runs every operator as it comes.
+
+    What an update computes is in three pieces - micro-batch, norms, AdamW - that read and write buffers of the engine
+    and nothing else, so that another engine may run the same pieces in another way (see `graphs.py`).
+    """
 
     def __init__(self, model: TrainableModel, settings: OptimizerSettings) -> None:
         self.model = model
@@ -86,8 +90,12 @@ class EagerEngine:
         self.flat = FlatParameters(parameter_places(model))
         self.counts = OptimizerCounts()
         self._micro_rows = 0
-        self._loss = self._scalar(0.0, torch.float64)
+        self._inputs: dict[tuple[int, int], Tensor] = {}
+        self._loss_scale, self._rate, self._step = (self._scalar(0.0) for _ in range(3))
+        self._decay, self._loss = (self._scalar(0.0, torch.float64) for _ in range(2))
         self._terms: dict[str, Tensor] = {}
+        self._norms: GradientNorms | None = None
+        self._clip: Clip | None = None
         model.refresh()
 
     def _scalar(self, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -98,57 +106,92 @@ class EagerEngine:
         self._micro_rows = length.micro_rows
         self.model.recompute(length.recompute)
 
-    def _micro_batch(self, rows: TokenRows) -> Tensor:
-        """Rows on the device as [micro_rows, L + 1]; what is missing is padded with rows that carry no loss."""
+    def _take_in(self, rows: TokenRows) -> Tensor:
+        """Rows in the device's buffer of their shape, [micro_rows, L + 1]; rows that are missing carry no loss."""
         assert 0 < len(rows) <= self._micro_rows, f"{len(rows)} rows for a micro-batch of {self._micro_rows}"
-        padded = np.full((self._micro_rows, rows.shape[1]), IGNORED_TOKEN, dtype=np.int64)
-        padded[: len(rows)] = rows
-        return torch.from_numpy(padded).to(self.flat.device)
+        shape = (self._micro_rows, rows.shape[1])
+        padded = torch.full(shape, IGNORED_TOKEN, dtype=torch.int64, pin_memory=self.flat.device.type == "cuda")
+        padded[: len(rows)] = torch.from_numpy(rows)
+        if shape not in self._inputs:
+            self._inputs[shape] = torch.empty(shape, dtype=torch.int64, device=self.flat.device)
+        return self._inputs[shape].copy_(padded, non_blocking=True)
 
-    def accumulate(self, rows: TokenRows, loss_scale: float) -> None:
-        """Forward and backward of one micro-batch. `loss_scale` is 1 / (target tokens of the whole update)."""
-        loss, terms = self.model.loss(self._micro_batch(rows), self._scalar(loss_scale))
+    # --- the three pieces ------------------------------------------------------------------------------------------
+
+    def _micro_batch(self, tokens: Tensor) -> None:
+        loss, terms = self.model.loss(tokens, self._loss_scale)
         loss.backward()
         self._loss += loss.detach()
         for name, term in terms.items():
-            before = self._terms.get(name, self._scalar(0.0, torch.float64))
-            self._terms[name] = before + term.detach().double() * loss_scale
+            if name not in self._terms:
+                self._terms[name] = self._scalar(0.0, torch.float64)
+            self._terms[name] += term.detach().double() * self._loss_scale
 
     @torch.no_grad()
+    def _measure(self) -> None:
+        self._norms = gradient_norms(self.flat)
+        self._clip = clip_by_norm(self._norms.total, self.settings.clip_norm)
+
+    @torch.no_grad()
+    def _apply(self) -> None:
+        assert self._clip is not None
+        advance_step(self._step, self._clip)
+        for group in self.flat.groups:
+            decay = self._decay if group.name in DECAYED_GROUPS else None
+            adamw_update(group, self.settings, self._clip, self._step, self._rate, decay)
+        self.model.refresh()
+
+    # --- an update -------------------------------------------------------------------------------------------------
+
+    def accumulate(self, rows: TokenRows, loss_scale: float) -> None:
+        """Forward and backward of one micro-batch. `loss_scale` is 1 / (target tokens of the whole update)."""
+        self._loss_scale.fill_(loss_scale)
+        self._micro_batch(self._take_in(rows))
+
     def finish(self, learning_rate: float, weight_decay: float) -> UpdateReadings:
         """Norm, clipped AdamW or the skip, refresh; then the gradient is cleared, whatever was in it."""
-        norms = gradient_norms(self.flat)
-        clip = clip_by_norm(norms.total, self.settings.clip_norm)
-        step = self._scalar(self.counts.step)
-        advance_step(step, clip)
-        rate = self._scalar(learning_rate)
-        for group in self.flat.groups:
-            decay = weight_decay if group.name in DECAYED_GROUPS else 0.0
-            adamw_update(group, self.settings, clip, step, rate, decay)
-            group.refresh_compute()
-            group.main_grad.zero_()
-        self.model.refresh()
-        return self._read(norms, skipped=bool(clip.skip))
+        self._begin_finish(learning_rate, weight_decay)
+        self._measure()
+        self._apply()
+        return self._read()
 
-    def _read(self, norms: GradientNorms, skipped: bool) -> UpdateReadings:
-        """Bring the update's readings to the host and start anew."""
+    def _begin_finish(self, learning_rate: float, weight_decay: float) -> None:
+        self._rate.fill_(learning_rate)
+        self._decay.fill_(weight_decay)
+        self._step.fill_(self.counts.step)
+
+    def _read(self) -> UpdateReadings:
+        """Bring the update's readings to the host, in one copy, and start anew."""
+        norms, clip = self._norms, self._clip
+        assert norms is not None
+        assert clip is not None
+        read = {
+            "loss": {"": self._loss},
+            "norm": {"": norms.total},
+            "skip": {"": clip.skip.double()},
+            "terms": dict(sorted(self._terms.items())),
+            "groups": norms.groups,
+            "parts": norms.parts,
+        }
+        values = iter(torch.stack([value for kind in read.values() for value in kind.values()]).tolist())
+        found = {kind: {name: next(values) for name in of_kind} for kind, of_kind in read.items()}
         readings = UpdateReadings(
-            loss=self._loss.item(),
-            terms={name.removesuffix("_sum"): term.item() for name, term in sorted(self._terms.items())},
-            grad_norm=norms.total.item(),
-            group_norms={name: norm.item() for name, norm in norms.groups.items()},
-            part_norms={name: norm.item() for name, norm in norms.parts.items()},
-            skipped=skipped,
+            loss=found["loss"][""],
+            terms={name.removesuffix("_sum"): term for name, term in found["terms"].items()},
+            grad_norm=found["norm"][""],
+            group_norms=found["groups"],
+            part_norms=found["parts"],
+            skipped=bool(found["skip"][""]),
         )
-        self._loss.zero_()
-        self._terms.clear()
-        self.counts = after_update(self.counts, skipped)
+        for total in (self._loss, *self._terms.values()):
+            total.zero_()
+        self.counts = after_update(self.counts, readings.skipped)
         return readings
 
     def row_losses(self, rows: TokenRows) -> npt.NDArray[np.float64]:
         """Mean cross-entropy of each row in nats, summed in fp64 on the host in a fixed order."""
         with torch.no_grad():
-            losses_BL = self.model.token_losses(self._micro_batch(rows))
+            losses_BL = self.model.token_losses(self._take_in(rows))
         return losses_BL[: len(rows)].cpu().numpy().astype(np.float64).mean(axis=1)
 
     def restored(self, counts: OptimizerCounts) -> None:

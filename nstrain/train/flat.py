@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,9 @@ from torch import Tensor, nn
 
 from nstrain.base.errors import Refusal
 from nstrain.train.model import ParameterPlace
+
+if TYPE_CHECKING:
+    from nstrain.train.norms import StretchTable
 
 ALIGNMENT = 1024
 """Elements at whose multiples parameters begin."""
@@ -96,6 +99,8 @@ class FlatParameters:
         self.part_names = tuple(dict.fromkeys(part for group in self.groups for part in group.parts))
         """Parts in the order they appear in the buffers."""
         self.device = self.groups[0].master.device
+        self.stretches: StretchTable | None = None
+        """Made by the gradient norms on a GPU when they are first taken."""
 
     @property
     def elements(self) -> int:

@@ -1,4 +1,4 @@
-"""The one door to the model package: building a model, looking a preset up, and holding a model to its contract.
+"""The one door to the model package: building or loading a model, its presets, and holding a model to its contract.
 
 Any model that satisfies `TrainableModel` can be trained. host.json's `neuronspark` names the directory the package is
 imported from; everything else in nstrain meets the model through this file.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +53,22 @@ class TrainableModel(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter once, in the model's own order."""
+
+
+class DecodableModel(Protocol):
+    """What generating text asks of a model; training does not. B rows, V rows of the vocabulary."""
+
+    config: Any
+    """Its configuration; has `vocab_size` and `rope_max_seq_len`, the longest row in tokens."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter once."""
+
+    def prefill(self, tokens: Tensor) -> tuple[Tensor, Any]:
+        """Read rows [B, L]: the logits [B, V] of the next token, and the state there."""
+
+    def step(self, token: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Read one more token [B]: the logits [B, V] of the next one, and the state after it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +159,80 @@ def preset_config(preset: str, vocab_size: int) -> dict[str, Any]:
     return dict(neuronspark.load_preset(preset).with_vocabulary(vocab_size).to_dict())
 
 
-def _package() -> Any:
+def load_model(weights: Path, config: Mapping[str, Any] | None, device: str) -> DecodableModel:
+    """The model of a file of weights, on a device, to generate with; `config` is for a file that holds none of its own.
+
+    Raises `Refusal` for a device that is not there, weights that are not that model's, and a model package that cannot
+    load or decode.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Refusal("device 'cuda': torch finds no CUDA device here; use device 'cpu'")
+    neuronspark = _package("load_weights")
+    try:
+        known = None if config is None else neuronspark.ModelConfig.from_dict(config)
+        model: DecodableModel = neuronspark.load_weights(weights, device, config=known)
+    except ValueError as error:
+        raise Refusal(str(error) if str(weights) in str(error) else f"{weights}: {error}") from None
+    return model
+
+
+def preset_names() -> list[str]:
+    """The presets of the model package, sorted."""
+    return list(_package().preset_names())
+
+
+@dataclasses.dataclass(frozen=True)
+class PartCost:
+    """What one part of a model holds and costs."""
+
+    kind: str
+    """Parts of one kind do the same: dendritic, hippocampal, embedding, norm."""
+    parameters: int
+    flops_per_token: float
+    """FLOPs of one trained token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCost:
+    """What a model of a configuration holds and costs; nothing of it is built."""
+
+    config: dict[str, Any]
+    row_tokens: int
+    """The row length that `flops_per_token` is for: reading a pool costs more in a longer row."""
+    parameters: int
+    flops_per_token: float
+    """Model FLOPs of one trained token, forward and backward; recomputed activations do not count."""
+    parts: dict[str, PartCost]
+    groups: dict[str, int]
+    """Parameters by optimizer group."""
+
+
+def model_cost(model: str | Mapping[str, Any], row_tokens: int) -> ModelCost:
+    """What a preset, or a configuration, holds and costs in rows of `row_tokens` tokens (cut to the longest it reads).
+
+    Raises `Refusal` for a preset that does not exist and a configuration that is not one.
+    """
+    neuronspark = _package()
+    try:
+        of = neuronspark.load_preset(model) if isinstance(model, str) else neuronspark.ModelConfig.from_dict(model)
+    except ValueError as error:
+        raise Refusal(str(error)) from None
+    if not hasattr(of, "flops_by_part"):
+        raise Refusal(f"the model package in {neuronspark.__path__[0]} does not say what its models cost")
+    row_tokens = min(row_tokens, of.rope_max_seq_len)
+    parameters, flops = of.parameters_by_part(), of.flops_by_part(row_tokens)
+    return ModelCost(
+        config=of.to_dict(),
+        row_tokens=row_tokens,
+        parameters=of.parameter_count(),
+        flops_per_token=of.flops_per_token(row_tokens),
+        parts={part: PartCost(kind, parameters[part], flops[part]) for part, kind in of.kinds_by_part().items()},
+        groups=of.parameters_by_group(),
+    )
+
+
+def _package(needed: str = "NeuronSpark") -> Any:
+    """The model package. Raises `Refusal` if there is none, or none that has what is needed."""
     try:
         import neuronspark
     except ImportError as error:
@@ -150,4 +240,6 @@ def _package() -> Any:
             f"the model package 'neuronspark' cannot be imported ({error}); install it, or name its directory in "
             "host.json's field 'neuronspark'"
         ) from error
+    if not hasattr(neuronspark, needed):
+        raise Refusal(f"the model package in {neuronspark.__path__[0]} has no {needed!r}, which this needs")
     return neuronspark

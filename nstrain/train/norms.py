@@ -11,6 +11,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from nstrain.train.adamw import by_kernels
 from nstrain.train.flat import ALIGNMENT, FlatGroup, FlatParameters
 
 NODE = ALIGNMENT
@@ -54,7 +55,9 @@ class GradientNorms:
 
 
 def gradient_norms(flat: FlatParameters) -> GradientNorms:
-    """The norms of everything in the main gradients."""
+    """The norms of everything in the main gradients. Nothing is brought to the host."""
+    if by_kernels(flat.device):
+        return _norms_by_kernels(flat)
     cells = {group.name: _part_sums(group) for group in flat.groups}
     total = torch.stack([cell for parts in cells.values() for cell in parts.values()])
     by_part = {
@@ -70,3 +73,40 @@ def gradient_norms(flat: FlatParameters) -> GradientNorms:
 def _part_sums(group: FlatGroup) -> dict[str, Tensor]:
     sums = _sums_of_squares(group.main_grad)
     return {part: tree_sum(sums[first // NODE : last // NODE]) for part, (first, last) in group.parts.items()}
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------
+
+
+class StretchTable:
+    """Where every group's share of every part lies among the nodes of all groups, and who owns it; on the device."""
+
+    def __init__(self, flat: FlatParameters) -> None:
+        firsts, lasts, owners, offset = [], [], [], 0
+        for group in flat.groups:
+            for part, (first, last) in group.parts.items():
+                firsts.append(offset + first // NODE)
+                lasts.append(offset + last // NODE)
+                owners.append((group.name, part))
+            offset += group.main_grad.numel() // NODE
+        self.groups = [group.name for group in flat.groups]
+        self.parts = list(flat.part_names)
+        self.firsts, self.lasts = (torch.tensor(places, device=flat.device) for places in (firsts, lasts))
+        # A choice and not a product: 0 * NaN would carry one part's NaN into all.
+        self.of_group = torch.tensor([[o[0] == name for o in owners] for name in self.groups], device=flat.device)
+        self.of_part = torch.tensor([[o[1] == name for o in owners] for name in self.parts], device=flat.device)
+
+
+def _norms_by_kernels(flat: FlatParameters) -> GradientNorms:
+    from nstrain.train.optimizer_kernels import node_sums, stretch_sums
+
+    # Made once, before any capture: copies from the host cannot be captured.
+    table = flat.stretches = flat.stretches or StretchTable(flat)
+    nodes = torch.cat([node_sums(group.main_grad, NODE) for group in flat.groups])
+    cells = stretch_sums(nodes, table.firsts, table.lasts)
+    groups, parts = (torch.where(owned, cells, 0.0).sum(1).sqrt() for owned in (table.of_group, table.of_part))
+    return GradientNorms(
+        total=cells.sum().sqrt(),
+        groups=dict(zip(table.groups, groups.unbind(), strict=True)),
+        parts=dict(zip(table.parts, parts.unbind(), strict=True)),
+    )

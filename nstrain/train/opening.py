@@ -40,7 +40,7 @@ from nstrain.train.checkpointing import (
 from nstrain.train.determinism import enter_deterministic_mode
 from nstrain.train.engine import EagerEngine
 from nstrain.train.loop import Trainer
-from nstrain.train.model import build, refuse_long_rows
+from nstrain.train.model import TrainableModel, build, refuse_long_rows
 from nstrain.train.plan import Position
 from nstrain.train.stopping import StopRequests
 
@@ -105,6 +105,15 @@ def refuse_missing_device(settings: RunSettings) -> None:
         raise Refusal("run.json: field 'device' is 'cuda', but torch finds no CUDA device here")
 
 
+def make_engine(model: TrainableModel, settings: RunSettings) -> EagerEngine:
+    """The engine of run.json's device: graphs on a GPU, eager on a CPU."""
+    if settings.device == "cuda":
+        from nstrain.train.graphs import GraphEngine
+
+        return GraphEngine(model, settings.optimizer)
+    return EagerEngine(model, settings.optimizer)
+
+
 def _make_trainer(
     paths: LinePaths, settings: RunSettings, data: DataLine, journal: Journal, stop: StopRequests
 ) -> tuple[Trainer, Path | None]:
@@ -121,7 +130,8 @@ def _make_trainer(
         refuse_other_manifest(state, data)
         for change in changed_libraries(checkpoint.state):
             print(f"the line's libraries changed, its bits may: {change}", flush=True)
-    engine = EagerEngine(build(settings.model, data.vocab_size, settings.device, settings.seed), settings.optimizer)
+    model = build(settings.model, data.vocab_size, settings.device, settings.seed)
+    engine = make_engine(model, settings)
     print(f"{engine.flat.elements:,} parameters on {settings.device}, {settings.threads} threads", flush=True)
     if checkpoint is not None and newest is not None:
         restore(engine, checkpoint, str(newest))

@@ -47,7 +47,7 @@ class FlatRun:
         clip = clip_by_norm(norms.total, self.settings.clip_norm)
         advance_step(self.step, clip)
         for group in self.flat.groups:
-            decay = DECAY if group.name in DECAYED_GROUPS else 0.0
+            decay = torch.tensor(DECAY, dtype=torch.float64) if group.name in DECAYED_GROUPS else None
             adamw_update(group, self.settings, clip, self.step, torch.tensor(rate), decay)
         return norms.total.item()
 

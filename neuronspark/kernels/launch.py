@@ -1,0 +1,157 @@
+"""Launch configurations of the Triton kernels: pinned by kernel, shape and card, never tuned at random at a start.
+
+A configuration decides the order of a kernel's sums, and so the bits of a run. Each kernel's module registers its own
+under a name that says kernel and shape class ("pool_read_forward/64+32"), one for every card that was measured and one
+for "any" other. A trainer saves `table()` with a line, and gives it back through `use` when the line goes on, so that
+a later choice of tiles changes no run under way.
+
+`compile_case` compiles a kernel for a card that need not be here, and reads what it takes of the card.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ANY = "any"
+"""The card's name in the table for every card without an entry of its own, and for the interpreter."""
+CARDS = ("sm_90", "sm_100", "sm_103")
+"""Cards that every pinned configuration is compiled for: Hopper, Blackwell, Blackwell Ultra."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How a kernel is launched."""
+
+    blocks: Mapping[str, int]
+    """Its tile sizes, by the names of the kernel's compile-time arguments."""
+    num_warps: int
+    """Warps of 32 threads a program."""
+    num_stages: int = 1
+    """Depth of the software pipeline of its loops."""
+
+    def options(self) -> dict[str, int]:
+        """Everything as keyword arguments of a launch."""
+        return {**self.blocks, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+_registered: dict[str, dict[str, Launch]] = {}
+_in_use: dict[str, dict[str, Launch]] = {}
+
+
+def register(name: str, launches: Mapping[str, Launch]) -> str:
+    """Pin the configurations of one kernel and shape class, by card; `ANY` must be among them. Returns the name."""
+    if ANY not in launches:
+        raise ValueError(f"{name}: no launch configuration for {ANY!r}")
+    _registered[name] = dict(launches)
+    return name
+
+
+def pinned(name: str, device: torch.device) -> Launch:
+    """The configuration of a registered kernel on a device: the line's own if `use` was told of it, else the pinned."""
+    launches = _in_use.get(name) or _registered[name]
+    return launches.get(card_of(device)) or launches[ANY]
+
+
+@functools.cache
+def card_of(device: torch.device) -> str:
+    """A device's name in the table: "sm_90" for a Hopper GPU, ..., `ANY` for a CPU."""
+    if device.type != "cuda":
+        return ANY
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def table() -> dict[str, Any]:
+    """What is in use, by kernel and card, as JSON-serialisable values."""
+    return {
+        name: {card: dataclasses.asdict(launch) for card, launch in sorted(launches.items())}
+        for name, launches in sorted({**_registered, **_in_use}.items())
+    }
+
+
+def use(saved: Mapping[str, Any]) -> None:
+    """Use the configurations of an earlier `table()`; kernels that it does not name keep their pinned ones."""
+    _in_use.clear()
+    for name, launches in saved.items():
+        _in_use[name] = {card: Launch(**launch) for card, launch in launches.items()}
+
+
+# --- compiling for a card that is not here -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileCase:
+    """A kernel with the types and compile-time arguments that one use of it has."""
+
+    name: str
+    """The registered name of its launch configurations."""
+    kernel: Any
+    """The function under triton.jit."""
+    types: Mapping[str, str]
+    """Every run-time argument's type as Triton writes it: "*bf16", "*fp32", "i32", "fp32", ..."""
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Compile-time arguments beside the launch's blocks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes of a multiprocessor."""
+
+    registers: int
+    """A thread."""
+    spilled_bytes: int
+    """A thread's local memory: registers that did not fit, in bytes."""
+    shared_bytes: int
+    """A program's shared memory."""
+
+
+def compile_case(case: CompileCase, card: str, launch: Launch | None = None) -> Resources:
+    """Compile for a card ("sm_90") with its pinned configuration, or a given one; needs no GPU.
+
+    Must run without TRITON_INTERPRET. A compiler's abort ends the process: use a child for cases not tried before.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    launches = _registered[case.name]
+    chosen = launch or launches.get(card) or launches[ANY]
+    constants = {**case.constants, **chosen.blocks}
+    signature = {name: case.types.get(name, "constexpr") for name in case.kernel.arg_names}
+    attributes = {
+        (index,): [["tt.divisibility", 16]] for index, kind in enumerate(signature.values()) if kind[0] == "*"
+    }
+    source = ASTSource(
+        case.kernel, signature, {name: constants[name] for name, t in signature.items() if t == "constexpr"}, attributes
+    )
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", int(card.removeprefix("sm_")), 32),
+        options={"num_warps": chosen.num_warps, "num_stages": chosen.num_stages},
+    )
+    registers, spilled = _resource_usage(compiled.asm["cubin"])
+    return Resources(registers, spilled, compiled.metadata.shared)
+
+
+def _resource_usage(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of local memory) a thread, as cuobjdump reads them from the machine code."""
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return found["REG"], found["STACK"] + found["LOCAL"]

@@ -1,0 +1,149 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Triton kernels over a group's flat buffers: AdamW in one pass, and the sums that the gradient norms are made of.
+
+AdamW reads master, gradient and both moments and writes them (the gradient as zeros) and the compute copy: 30 bytes an
+element with a bf16 copy, which is all that must move, so memory is its floor. Whether an update is applied is a
+predicate on its stores; the gradient's reset is not predicated and stores a literal zero.
+
+The norms' pass reads the gradient once, 4 bytes an element. A node of NODE elements is summed in fp64 by one program;
+a stretch of nodes - one part's share of one group - by SPLITS programs, each over every SPLITS-th block, and those in
+their order. No sum depends on what runs first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+"""Elements of a program of AdamW; buffers are whole numbers of them."""
+NODES = 4
+"""Nodes of a program of the first sums."""
+SPLITS = 32
+NODE_BLOCK = 256
+"""Nodes that a program of the second sums adds at a time."""
+
+
+@triton.jit
+def _adamw_kernel(
+    master,
+    gradient,
+    exp_avg,
+    exp_avg_sq,
+    compute,
+    divisor,
+    skip,
+    rate,
+    decay,
+    corrections,
+    beta1,
+    beta2,
+    eps,
+    HAS_COPY: tl.constexpr,
+    DECAYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(gradient + at)
+    tl.store(gradient + at, tl.zeros([BLOCK], tl.float32))
+    if tl.load(skip) == 0:
+        g = tl.div_rn(g, tl.load(divisor) + tl.zeros([BLOCK], tl.float32))
+        w = tl.load(master + at)
+        m = tl.load(exp_avg + at)
+        v = tl.load(exp_avg_sq + at)
+        step_size = tl.load(rate)
+        if DECAYS:
+            w = w - step_size * tl.load(decay).to(tl.float32) * w
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g * g
+        correction1 = tl.load(corrections).to(tl.float32)
+        root_correction2 = tl.sqrt(tl.load(corrections + 1)).to(tl.float32)
+        denominator = tl.div_rn(tl.sqrt_rn(v), root_correction2 + tl.zeros([BLOCK], tl.float32)) + eps
+        w = w - tl.div_rn((step_size / correction1) * m, denominator)
+        tl.store(master + at, w)
+        tl.store(exp_avg + at, m)
+        tl.store(exp_avg_sq + at, v)
+        if HAS_COPY:
+            tl.store(compute + at, w.to(compute.dtype.element_ty))
+
+
+def adamw(
+    master: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    compute: Tensor | None,
+    divisor: Tensor,
+    skip: Tensor,
+    rate: Tensor,
+    decay: Tensor | None,
+    corrections: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """One AdamW update of flat fp32 buffers (whole BLOCKs), or with `skip` = 1 only the reset of the gradient.
+
+    `compute`, if there is one, receives the masters rounded to its dtype. `divisor`, `skip` and `rate` are fp32 0-d
+    tensors, `decay` a 0-d tensor or None for a group that does not decay; `corrections` holds 1 - beta1^t and
+    1 - beta2^t in fp64.
+    """
+    assert master.numel() % BLOCK == 0
+    _adamw_kernel[(master.numel() // BLOCK,)](
+        master,
+        gradient,
+        exp_avg,
+        exp_avg_sq,
+        master if compute is None else compute,
+        divisor,
+        skip,
+        rate,
+        rate if decay is None else decay,
+        corrections,
+        beta1,
+        beta2,
+        eps,
+        HAS_COPY=compute is not None,
+        DECAYS=decay is not None,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _node_sums_kernel(buffer, sums, nodes, NODE: tl.constexpr, NODES: tl.constexpr):
+    node = tl.program_id(0) * NODES + tl.arange(0, NODES)
+    inside = node < nodes
+    at = node.to(tl.int64)[:, None] * NODE + tl.arange(0, NODE)[None, :]
+    x = tl.load(buffer + at, mask=inside[:, None], other=0.0).to(tl.float64)
+    tl.store(sums + node, tl.sum(x * x, 1), mask=inside)
+
+
+@triton.jit
+def _stretch_sums_kernel(sums, firsts, lasts, out, SPLITS: tl.constexpr, NODE_BLOCK: tl.constexpr):
+    stretch, split = tl.program_id(0), tl.program_id(1)
+    first, last = tl.load(firsts + stretch), tl.load(lasts + stretch)
+    total = tl.zeros([NODE_BLOCK], tl.float64)
+    for start in range(first + split * NODE_BLOCK, last, SPLITS * NODE_BLOCK):
+        node = start + tl.arange(0, NODE_BLOCK)
+        total += tl.load(sums + node, mask=node < last, other=0.0)
+    tl.store(out + stretch * SPLITS + split, tl.sum(total, 0))
+
+
+def node_sums(buffer: Tensor, node_elements: int) -> Tensor:
+    """The sum of squares of each `node_elements` (a power of two) of an fp32 buffer, in fp64."""
+    nodes = buffer.numel() // node_elements
+    sums = torch.empty(nodes, dtype=torch.float64, device=buffer.device)
+    _node_sums_kernel[(triton.cdiv(nodes, NODES),)](buffer, sums, nodes, NODE=node_elements, NODES=NODES, num_warps=4)
+    return sums
+
+
+def stretch_sums(sums: Tensor, firsts: Tensor, lasts: Tensor) -> Tensor:
+    """Sums over stretches [first, last) of nodes (int64 tensors), in fp64: [stretches]."""
+    parts = torch.empty(firsts.numel(), SPLITS, dtype=torch.float64, device=sums.device)
+    _stretch_sums_kernel[(firsts.numel(), SPLITS)](
+        sums, firsts, lasts, parts, SPLITS=SPLITS, NODE_BLOCK=NODE_BLOCK, num_warps=4
+    )
+    return parts.sum(1)
