@@ -112,7 +112,7 @@ def downloads(root: Path, endpoint: str, commit: str, sha256: str, megabytes: in
 
     def fetch() -> None:
         shutil.rmtree(root / "downloads", ignore_errors=True)
-        Downloads(root / "downloads", source).fetch(file)
+        Downloads(root / "downloads", source).fetch([file])
 
     def curl() -> None:
         target.unlink(missing_ok=True)

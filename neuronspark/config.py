@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 DENDRITIC = "D"
 HIPPOCAMPAL = "H"
 VOCABULARY_MULTIPLE = 128
 """Embedding tables are padded to a multiple of this many rows, so that matrix tiles divide them."""
+
+MOST_MEMORY_KEYS = 46_340
+"""The largest whole number whose square is below 2^31."""
 
 SCAN_CHUNK_TOKENS = 64
 """Tokens in a chunk of the dendritic scan: matrix products inside, a short recurrence over chunks."""
@@ -57,6 +60,18 @@ class ModelConfig:
     """r: width of the projection that the induction match compares."""
     rope_base: float = 1e6
     """Base of the rotary wavelengths."""
+    memory_layers: tuple[int, ...] = ()
+    """The layers that have a product-key memory, by index from 0, ascending; each is an H of `layers`."""
+    memory_keys: int = 128
+    """K: keys in each of the two lists of a memory's head; the memory has K * K slots."""
+    memory_top_k: int = 32
+    """k: slots that a head reads for a token; at most memory_keys."""
+    memory_heads: int = 1
+    """Heads of a memory: each has queries and keys of its own, and all read the same slots."""
+    memory_query_width: int = 256
+    """Channels of a head's memory query, both halves together; even."""
+    memory_value_width: int = 256
+    """V: channels of a slot's value."""
     norm_eps: float = 1e-6
     """Added to a mean square before its root is taken."""
     z_loss_weight: float = 0.0
@@ -82,6 +97,11 @@ class ModelConfig:
         """Heads of a hippocampal layer."""
         return self.width // self.pool_head_width
 
+    @property
+    def memory_slots(self) -> int:
+        """S: slots of a product-key memory."""
+        return self.memory_keys**2
+
     # --- checks --------------------------------------------------------------------------------------------
 
     def validate(self) -> None:
@@ -102,18 +122,37 @@ class ModelConfig:
             ("dendritic heads", self.dendritic_heads, "state_groups", self.state_groups),
             ("width", self.width, "pool_head_width", self.pool_head_width),
             ("pool_head_width", self.pool_head_width, "2 (rotary pairs)", 2),
+            ("memory_query_width", self.memory_query_width, "2 (half queries)", 2),
         ]
         for whole_name, whole, part_name, part in divisors:
             _require(
                 whole >= part and whole % part == 0,
                 f"{whole_name} is {whole}: expected a positive multiple of {part_name} ({part})",
             )
+        self._validate_memory()
+
+    def _validate_memory(self) -> None:
+        """Raise ConfigError for a memory in a layer that cannot have one, or that reads more slots than it has keys."""
+        hippocampal = tuple(index for index, kind in enumerate(self.layers) if kind == HIPPOCAMPAL)
+        _require(
+            sorted(set(self.memory_layers)) == list(self.memory_layers) and set(self.memory_layers) <= set(hippocampal),
+            f"memory_layers is {list(self.memory_layers)}: expected ascending indices of hippocampal layers, without "
+            f"repetition; those of layers {self.layers!r} are {list(hippocampal)}",
+        )
+        _require(
+            self.memory_top_k <= self.memory_keys,
+            f"memory_top_k is {self.memory_top_k}: expected at most memory_keys ({self.memory_keys})",
+        )
+        _require(
+            self.memory_keys <= MOST_MEMORY_KEYS,
+            f"memory_keys is {self.memory_keys}: expected at most {MOST_MEMORY_KEYS} (slot numbers have 31 bits)",
+        )
 
     # --- dictionaries --------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by name, as JSON-serialisable values."""
-        return dataclasses.asdict(self)
+        """Every field by name, as JSON-serialisable values, the same that come back from JSON."""
+        return {**dataclasses.asdict(self), "memory_layers": list(self.memory_layers)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
@@ -126,7 +165,8 @@ class ModelConfig:
         missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
         if missing:
             raise ConfigError(f"model fields without a value: {', '.join(missing)}")
-        return cls(**values)
+        tuples_for_lists: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+        return cls(**tuples_for_lists)
 
     def with_vocabulary(self, token_count: int) -> ModelConfig:
         """The same model for a tokenizer of `token_count` tokens; the table is padded to a multiple of 128 rows."""
@@ -137,23 +177,57 @@ class ModelConfig:
 
     def parameter_count(self) -> int:
         """Number of parameters (the tied table counts once), from the shapes alone: nothing is allocated."""
+        return sum(self.parameters_by_part().values())
+
+    def kinds_by_part(self) -> dict[str, str]:
+        """What each part is, in their order: embedding, norm, dendritic, hippocampal, or hippocampal with memory."""
+        from neuronspark.model import layer_name
+
+        kinds = {part: part for part in self.parameters_by_part()}
+        for index, kind in enumerate(self.layers):
+            with_memory = " with memory" if index in self.memory_layers else ""
+            kinds[layer_name(index)] = "dendritic" if kind == DENDRITIC else f"hippocampal{with_memory}"
+        return kinds
+
+    def parameters_by_part(self) -> dict[str, int]:
+        """Number of parameters of each part: embedding, norm, layer00, layer01, ..."""
+        return self._counted_by(lambda name, _: name.partition(".")[0])
+
+    def parameters_by_group(self) -> dict[str, int]:
+        """Number of parameters of each optimizer group that the model has."""
+        return self._counted_by(lambda _, group: group)
+
+    def _counted_by(self, label: Callable[[str, str], str]) -> dict[str, int]:
+        """Number of parameters by a label of (name, group)."""
         from neuronspark.model import parameter_specs
 
-        return sum(math.prod(spec.shape) for spec in parameter_specs(self).values())
+        counts: dict[str, int] = {}
+        for name, spec in parameter_specs(self).items():
+            key = label(name, spec.group)
+            counts[key] = counts.get(key, 0) + math.prod(spec.shape)
+        return counts
 
     def flops_per_token(self, row_tokens: int) -> float:
-        """Model FLOPs of one trained token in rows of `row_tokens` tokens: forward plus a backward of twice that.
+        """Model FLOPs of one trained token in rows of `row_tokens` tokens: the sum of `flops_by_part`."""
+        return sum(self.flops_by_part(row_tokens).values())
+
+    def flops_by_part(self, row_tokens: int) -> dict[str, float]:
+        """Model FLOPs of one trained token by part, the head under embedding: forward plus a backward of twice that.
 
         Forward, two FLOPs a multiply-add, element-wise work and any recomputation left out:
             2 * (elements of every matrix, the tied head once)
           + 2 * (C * G * N + C * I + 2 * I * N)    each dendritic layer; C chunk, I inner width, G groups, N states
           + 2 * (L + 1) / 2 * h * (2 * d_h + r)    each hippocampal layer; L row, h heads of width d_h, r match width
+          + 2 * m * k * V                          each memory; m heads read k slots of V channels each (its projections
+                                                   and keys are matrices; the table is read, not multiplied)
         """
-        from neuronspark.model import parameter_specs
+        from neuronspark.model import layer_name, parameter_specs
 
-        matrices = sum(
-            math.prod(spec.shape) for spec in parameter_specs(self).values() if spec.group in ("matrix", "embedding")
-        )
+        flops: dict[str, float] = {}
+        for name, spec in parameter_specs(self).items():
+            part = name.partition(".")[0]
+            multiplied = math.prod(spec.shape) if spec.group in ("matrix", "embedding") else 0
+            flops[part] = flops.get(part, 0.0) + 3 * 2 * multiplied
         chunk = min(SCAN_CHUNK_TOKENS, row_tokens)
         scan = (
             chunk * self.state_groups * self.state_width
@@ -161,8 +235,11 @@ class ModelConfig:
             + 2 * self.inner_width * self.state_width
         )
         pool = (row_tokens + 1) / 2 * self.pool_heads * (2 * self.pool_head_width + self.match_width)
-        forward = 2 * (matrices + self.layers.count(DENDRITIC) * scan + self.layers.count(HIPPOCAMPAL) * pool)
-        return 3.0 * forward
+        for index, kind in enumerate(self.layers):
+            flops[layer_name(index)] += 3 * 2 * (scan if kind == DENDRITIC else pool)
+        for index in self.memory_layers:
+            flops[layer_name(index)] += 3 * 2 * self.memory_heads * self.memory_top_k * self.memory_value_width
+        return flops
 
 
 def padded_vocabulary(token_count: int) -> int:
@@ -174,6 +251,10 @@ def _check_type(name: str, annotation: str, value: object) -> None:
     """Refuse a value of the wrong type (True is not a number here) and a number out of range."""
     if annotation == "str":
         _require(isinstance(value, str), f"{name} is {value!r}: expected a string")
+        return
+    if annotation.startswith("tuple"):
+        whole = isinstance(value, tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+        _require(whole, f"{name} is {value!r}: expected a tuple of whole numbers (a list in JSON)")
         return
     kinds: tuple[type, ...] = (int,) if annotation == "int" else (int, float)
     if not isinstance(value, kinds) or isinstance(value, bool):

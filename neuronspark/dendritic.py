@@ -10,6 +10,7 @@ Shapes: B rows, L tokens, T = B L, d width, H heads, P compartments a head, I = 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,11 +19,10 @@ from torch.nn import functional
 from neuronspark import parameters
 from neuronspark.config import ModelConfig
 from neuronspark.kernels.dendritic_scan import dendritic_scan
-from neuronspark.kernels.gated_norm import gated_norm
 from neuronspark.kernels.gradient import at_least_fp32, tapped
 from neuronspark.kernels.linear import project, project_onto
 from neuronspark.kernels.rmsnorm import rms_norm
-from neuronspark.neuron import signed, threshold_spec
+from neuronspark.neuron import signed_of_gated_norm, threshold_spec
 from neuronspark.parameters import ParameterModule, ParameterSpec
 
 FAST_EFOLD_TOKENS = (2.0, 1000.0)
@@ -90,8 +90,11 @@ class DendriticLayer(ParameterModule):
         super().__init__()
         self.config = config
 
-    def forward(self, h_Td: Tensor, row_tokens: int) -> Tensor:
-        """The residual stream after the layer; T is a whole number of rows of `row_tokens` tokens."""
+    def forward(self, h_Td: Tensor, row_tokens: int, scan: Callable[..., Tensor] = dendritic_scan) -> Tensor:
+        """The residual stream after the layer; T is a whole number of rows of `row_tokens` tokens.
+
+        `scan` is the recurrence along the rows; decoding puts one there that goes on from a state.
+        """
         config = self.config
         heads, compartments = config.dendritic_heads, config.dendritic_head_width
         by_row = (-1, row_tokens)
@@ -107,8 +110,9 @@ class DendriticLayer(ParameterModule):
         log_decay_BLH = dt_BLH * -tapped(self.a_log).exp()
         factor_BLH = dt_BLH * tapped(self.input_gain)
         v_BLHP = v_TI.view(*dt_BLH.shape, compartments)
-        y_BLHP = dendritic_scan(v_BLHP, log_decay_BLH, factor_BLH, b_BLGN, c_BLGN, tapped(self.skip))
+        y_BLHP = scan(v_BLHP, log_decay_BLH, factor_BLH, b_BLGN, c_BLGN, tapped(self.skip))
 
         gain_HP = tapped(self.soma_norm).view(heads, compartments)
-        u_THP = gated_norm(y_BLHP.flatten(0, 1), z_TI.unflatten(1, gain_HP.shape), gain_HP, config.norm_eps)
-        return project_onto(h_Td, signed(u_THP.flatten(1), self.log_threshold, config), self.w_out)
+        z_THP = z_TI.unflatten(1, gain_HP.shape)
+        s_TI = signed_of_gated_norm(y_BLHP.flatten(0, 1), z_THP, gain_HP, self.log_threshold, config)
+        return project_onto(h_Td, s_TI, self.w_out)

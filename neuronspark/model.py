@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from neuronspark import parameters
+from neuronspark import decoding, parameters
 from neuronspark.config import DENDRITIC, ModelConfig
+from neuronspark.decoding import DecodingState
 from neuronspark.dendritic import DendriticLayer, dendritic_specs
 from neuronspark.hippocampal import HippocampalLayer, hippocampal_specs
 from neuronspark.kernels.cross_entropy import IGNORED, linear_cross_entropy, token_cross_entropy
@@ -33,6 +34,7 @@ from neuronspark.kernels.embedding import lookup
 from neuronspark.kernels.gradient import tapped
 from neuronspark.kernels.rmsnorm import rms_norm
 from neuronspark.kernels.rotary import rotary_table
+from neuronspark.memory import memory_specs
 from neuronspark.parameters import ParameterModule, ParameterSpec
 
 EMBEDDING_STD = 0.02
@@ -53,6 +55,8 @@ def parameter_specs(config: ModelConfig) -> dict[str, ParameterSpec]:
     }
     for index, kind in enumerate(config.layers):
         layer = dendritic_specs(config) if kind == DENDRITIC else hippocampal_specs(config)
+        if index in config.memory_layers:
+            layer = {**layer, **memory_specs(config)}
         specs.update({f"{layer_name(index)}.{name}": spec for name, spec in layer.items()})
     return specs
 
@@ -60,8 +64,8 @@ def parameter_specs(config: ModelConfig) -> dict[str, ParameterSpec]:
 class NeuronSpark(ParameterModule):
     """The model of a config on a device; `compute_dtype` holds matrices and activations (fp32 on a CPU, bf16 on a GPU).
 
-    Starting values are a function of (seed, parameter name, config) alone; see parameters.py. On the meta device the
-    parameters have shapes and no values.
+    Starting values are a function of (seed, parameter name, config) alone; see parameters.py. Without a seed they are
+    left to whoever loads them; on the meta device the parameters have shapes and no values.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class NeuronSpark(ParameterModule):
         config: ModelConfig,
         device: torch.device | str = "cpu",
         *,
-        seed: int,
+        seed: int | None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -87,7 +91,8 @@ class NeuronSpark(ParameterModule):
 
         add(self, "", ["embedding", "norm"])
         for index, kind in enumerate(config.layers):
-            layer = DendriticLayer(config) if kind == DENDRITIC else HippocampalLayer(config)
+            has_memory = index in config.memory_layers
+            layer = DendriticLayer(config) if kind == DENDRITIC else HippocampalLayer(config, has_memory)
             prefix = f"{layer_name(index)}."
             add(layer, prefix, [name.removeprefix(prefix) for name in specs if name.startswith(prefix)])
             self.add_module(layer_name(index), layer)
@@ -139,6 +144,23 @@ class NeuronSpark(ParameterModule):
         if mode not in RECOMPUTE_MODES:
             raise ValueError(f"recompute mode {mode!r}: expected one of {', '.join(RECOMPUTE_MODES)}")
         self._recompute = mode
+
+    # --- decoding ------------------------------------------------------------------------------------------
+
+    def initial_state(self, rows: int) -> DecodingState:
+        """The state before the first token of `rows` rows."""
+        return decoding.initial_state(self, rows)
+
+    def step(self, token: Tensor, state: DecodingState) -> tuple[Tensor, DecodingState]:
+        """Read one more token [B] of every row: the next token's logits [B, V] and the state after it.
+
+        Equal to the parallel form; see decoding.py.
+        """
+        return decoding.step(self, token, state)
+
+    def prefill(self, tokens: Tensor) -> tuple[Tensor, DecodingState]:
+        """Read the first L tokens [B, L] of every row at once: the logits [B, V] after the last, and that state."""
+        return decoding.prefill(self, tokens)
 
     # --- computation ---------------------------------------------------------------------------------------
 

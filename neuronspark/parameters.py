@@ -80,15 +80,18 @@ def add_parameters(
     specs: Mapping[str, ParameterSpec],
     *,
     prefix: str,
-    seed: int,
+    seed: int | None,
     device: torch.device,
     compute_dtype: torch.dtype,
 ) -> None:
-    """Register the table's parameters on `module`; `prefix` + name is the name their generators are keyed by."""
+    """Register the table's parameters on `module`; `prefix` + name is the name their generators are keyed by.
+
+    Without a seed, and on the meta device, they have no starting values.
+    """
     scalar_dtype = torch.promote_types(compute_dtype, torch.float32)
     for name, spec in specs.items():
         dtype = compute_dtype if is_matrix(spec) else scalar_dtype
-        if device.type == "meta":
+        if seed is None or device.type == "meta":
             start = torch.empty(spec.shape, dtype=dtype, device=device)
         else:
             start = spec.init(seeded_generator(seed, prefix + name), spec.shape).to(device=device, dtype=dtype)

@@ -26,15 +26,7 @@ import torch
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 
-
-@dataclasses.dataclass(frozen=True)
-class Ceilings:
-    """What the card does at best, measured in this run."""
-
-    copy_tb_s: float
-    """Bytes read plus bytes written by a copy, in 1e12 a second."""
-    bf16_tflop_s: float
-    """A large bf16 product, in 1e12 operations a second."""
+from nstrain.gpu.ceilings import Ceilings, measure_ceilings  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,16 +69,6 @@ def forward_backward(function: Callable[..., torch.Tensor], inputs: Iterable[tor
         torch.autograd.grad(function(*inputs), wanted, gradient)
 
     return run
-
-
-def measure_ceilings() -> Ceilings:
-    """The two ceilings of this card, now."""
-    source = torch.randn(1 << 29, device="cuda")
-    target = torch.empty_like(source)
-    copy_ms = milliseconds(lambda: target.copy_(source))
-    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product_ms = milliseconds(lambda: left @ right)
-    return Ceilings(2 * 4 * (1 << 29) / copy_ms / 1e9, 2 * 8192**3 / product_ms / 1e9)
 
 
 def main() -> None:

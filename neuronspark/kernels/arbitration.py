@@ -1,8 +1,13 @@
-"""The comparator's two dense steps: how alike are read and value, and their blend.
+"""The comparator: how much of a head's output is what it read, and how much is its value.
 
     cos   = r . v / (max(|r|, eps) max(|v|, eps))          a head and token
-    blend = f_r r + f_v v                                  factors a head and token
-Shapes: B rows, h heads, L tokens, d channels of a head.
+    nu    = (1 - cos) / 2                                  novelty
+    pi    = sigmoid(copy + copy_bias - novelty_weight nu)
+    g     = softplus(gain + read_gain_bias)
+    mixed = g pi r + (1 - pi) v
+
+The reference is made of two operators, the cosine and the blend of two vectors.
+Shapes: B rows, h heads, L tokens, T = B L, d channels of a head, D = h d.
 """
 
 from __future__ import annotations
@@ -11,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from neuronspark.kernels.backend import use_triton
 from neuronspark.kernels.gradient import at_least_fp32
 
 COSINE_EPS = 1e-6
@@ -68,3 +75,23 @@ def cosine(r_BhLd: Tensor, v_BhLd: Tensor) -> Tensor:
 def blend(r_BhLd: Tensor, v_BhLd: Tensor, r_factor_BhL: Tensor, v_factor_BhL: Tensor) -> Tensor:
     """r_factor * r + v_factor * v, laid out as [B, L, h, d] in the dtype of r."""
     return _Blend.apply(r_BhLd, v_BhLd, r_factor_BhL, v_factor_BhL)
+
+
+def arbitrate(
+    r_BhLd: Tensor,
+    v_BhLd: Tensor,
+    copy_BhL: Tensor,
+    gain_BhL: Tensor,
+    copy_bias_h: Tensor,
+    novelty_weight_h: Tensor,
+    read_gain_bias_h: Tensor,
+) -> Tensor:
+    """The comparator's mix of read r and value v, [T, D] in the dtype of r; all but r and v is at least fp32."""
+    if use_triton(r_BhLd):
+        from neuronspark.kernels.arbitration_triton import arbitrate_triton
+
+        return arbitrate_triton(r_BhLd, v_BhLd, copy_BhL, gain_BhL, copy_bias_h, novelty_weight_h, read_gain_bias_h)
+    novelty_BhL = (1 - cosine(r_BhLd, v_BhLd)) / 2
+    pi_BhL = torch.sigmoid(copy_BhL + copy_bias_h[:, None] - novelty_weight_h[:, None] * novelty_BhL)
+    read_gain_BhL = functional.softplus(gain_BhL + read_gain_bias_h[:, None])
+    return blend(r_BhLd, v_BhLd, read_gain_BhL * pi_BhL, 1 - pi_BhL).flatten(2).flatten(0, 1)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neuronspark.kernels.backend import use_triton
 from neuronspark.kernels.gradient import at_least_fp32, main_gradient
 
 IGNORED = -100
@@ -102,14 +103,22 @@ def linear_cross_entropy(
     """(scale * sum of token losses, sum of cross-entropies, weighted sum of squared log-sum-exps).
 
     The last two are readings without a gradient. A target of -100 carries no loss; `scale` is a one-element tensor and
-    takes no gradient.
+    takes no gradient. Nothing but the backward changes the table's main_grad.
     """
+    if use_triton(h_Td):
+        from neuronspark.kernels.cross_entropy_triton import linear_cross_entropy_triton
+
+        return linear_cross_entropy_triton(h_Td, table_Vd, targets_T, scale, z_weight)
     return _LinearCrossEntropy.apply(h_Td, table_Vd, targets_T, scale, z_weight, torch.is_grad_enabled())
 
 
 @torch.no_grad()
 def token_cross_entropy(h_Td: Tensor, table_Vd: Tensor, targets_T: Tensor) -> Tensor:
     """The cross-entropy of each token in fp32, 0 where the target is -100; no gradient."""
+    if use_triton(h_Td):
+        from neuronspark.kernels.cross_entropy_triton import token_cross_entropy_triton
+
+        return token_cross_entropy_triton(h_Td, table_Vd, targets_T)
     real_T = targets_T != IGNORED
     clean_T1 = torch.where(real_T, targets_T, 0)[:, None]
     ce_T = torch.empty(targets_T.shape, dtype=torch.promote_types(h_Td.dtype, torch.float32), device=h_Td.device)

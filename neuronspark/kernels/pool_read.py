@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neuronspark.kernels.backend import use_triton
 from neuronspark.kernels.exponential import exp_or_zero_
 from neuronspark.kernels.gradient import at_least_fp32
 
@@ -100,6 +101,10 @@ def pool_read(query: Tensor, key: Tensor, value: Tensor, clock_step: Tensor, log
     query, key [B, h, L, a]; value [B, h, L, d]; clock_step >= 0 and log_write <= 0, both [B, h, L] in fp32.
     Returns [B, h, L, d] in the dtype of value.
     """
+    if use_triton(query):
+        from neuronspark.kernels.pool_read_triton import pool_read_triton
+
+        return pool_read_triton(query, key, value, clock_step, log_write)
     rows, heads = query.shape[:2]
     flat = (tensor.flatten(0, 1).contiguous() for tensor in (query, key, value, clock_step, log_write))
     return _PoolRead.apply(*flat).unflatten(0, (rows, heads))

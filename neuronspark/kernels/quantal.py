@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neuronspark.kernels.backend import use_triton
 from neuronspark.kernels.gradient import at_least_fp32
 
 
@@ -39,4 +40,8 @@ class _Release(torch.autograd.Function):
 
 def release(u_TC: Tensor, log_theta_C: Tensor, lowest: int, highest: int, margin: float) -> Tensor:
     """Whole quanta of height exp(log_theta), between `lowest` and `highest` of them; the dtype of u stays."""
+    if use_triton(u_TC):
+        from neuronspark.kernels.release_triton import release_triton
+
+        return release_triton(u_TC, log_theta_C, float(lowest), float(highest), float(margin))
     return _Release.apply(u_TC, log_theta_C, float(lowest), float(highest), float(margin))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neuronspark.kernels.backend import use_triton
 from neuronspark.kernels.gradient import at_least_fp32
 
 
@@ -42,4 +43,8 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x_TxC: Tensor, gain_xC: Tensor, eps: float) -> Tensor:
     """RMS-normalise the last axis and scale by `gain`; the dtype of x stays."""
+    if use_triton(x_TxC):
+        from neuronspark.kernels.row_norm_triton import rms_norm_triton
+
+        return rms_norm_triton(x_TxC, gain_xC, eps)
     return _RMSNorm.apply(x_TxC, gain_xC, eps)

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from neuronspark.kernels.backend import use_triton
 from neuronspark.kernels.exponential import exp_or_zero_
+from neuronspark.kernels.gradient import at_least_fp32
 
 CHUNK_TOKENS = 32
 
@@ -60,4 +62,22 @@ class _Trace(torch.autograd.Function):
 
 def trace_scan(u_BLK: Tensor, log_decay_BLK: Tensor) -> Tensor:
     """The trace [B, L, K] of u under log decays <= 0 (fp32), in the decays' dtype."""
+    if use_triton(u_BLK):
+        from neuronspark.kernels.trace_scan_triton import trace_scan_triton
+
+        return trace_scan_triton(u_BLK, log_decay_BLK)
     return _Trace.apply(u_BLK, log_decay_BLK)
+
+
+def log_decay(logit_BLK: Tensor, bias_K: Tensor) -> Tensor:
+    """log lambda = -softplus(logit + bias), at least fp32; 1 - lambda is sigmoid(logit + bias)."""
+    return -functional.softplus(at_least_fp32(logit_BLK) + bias_K)
+
+
+def trace_of_logits(u_BLK: Tensor, logit_BLK: Tensor, bias_K: Tensor) -> Tensor:
+    """The trace [B, L, K] of u under the decays of logits, in the dtype of u; the bias is at least fp32."""
+    if use_triton(u_BLK):
+        from neuronspark.kernels.trace_scan_triton import trace_of_logits_triton
+
+        return trace_of_logits_triton(u_BLK, logit_BLK, bias_K)
+    return trace_scan(at_least_fp32(u_BLK), log_decay(logit_BLK, bias_K)).to(u_BLK.dtype)

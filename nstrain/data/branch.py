@@ -10,19 +10,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from nstrain.base.disk import (
-    atomic_write,
-    atomic_write_json,
-    canonical_json,
-    directory_by_rename,
-    read_json,
-    sha256_bytes,
-)
+from nstrain.base.disk import atomic_write, atomic_write_json, directory_by_rename, sha256_bytes
 from nstrain.base.errors import Refusal
 from nstrain.data.init import EMPTY_STATE, LINE_DIRECTORIES
 from nstrain.data.line import DataLine, Fork
 from nstrain.data.manifest import load_manifest, refuse_edited_past
 from nstrain.data.schedule import make_piece
+from nstrain.data.val import load_index, sealed_index
 from nstrain.settings.model import dump
 
 
@@ -39,7 +33,8 @@ def branch_line(
     """Fork a line from the state after a trunk's cycle; recipe and unit are the trunk's unless given.
 
     A branch with a longer unit than its trunk's gathers held-out rows of its own (`nstrain data val`); any other has
-    the trunk's. Raises `Refusal` if the trunk has not prepared that cycle, or if the schedule does not fit.
+    the trunk's. Raises `Refusal` if the trunk has not prepared that cycle, if its held-out index was edited, or if the
+    schedule does not fit.
     """
     trunk = DataLine.open(trunk_work)
     manifest_path = trunk.manifest_path(at_cycle)
@@ -74,7 +69,7 @@ def branch_line(
         atomic_write_json(directory / "state.json", state)
         if (trunk_work / "val").exists() and unit <= trunk.unit_tokens:
             shutil.copytree(trunk_work / "val", directory / "val")
-            index = read_json(directory / "val" / "index.json")
-            atomic_write(directory / "val" / "index.json", canonical_json({**index, "line": settings.id}))
+            index = {**load_index(trunk), "line": settings.id}
+            atomic_write(directory / "val" / "index.json", sealed_index(index))
         atomic_write_json(directory / "line.json", dump(settings))
     return DataLine.open(work)

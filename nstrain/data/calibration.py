@@ -94,9 +94,7 @@ def calibrate(
         if reused is not None and reused.identity == identity:
             calibrated[source.name] = reused
             continue
-        if source.kind == "hub":
-            for _ in supplied.supply.fetched([files[0] for files in listing.files]):
-                pass  # they stay until the first cycle opens them
+        supplied.supply.fetch([files[0] for files in listing.files])  # they stay until the first cycle opens them
         began = time.perf_counter()
         sample = _SourceSample(supplied, encoder)
         strata = sample.by_column(listing) if isinstance(source.stratum, ColumnStrata) else sample.by_stratum(listing)
@@ -139,7 +137,7 @@ class _SourceSample:
             sampled = max(size, self.text_bytes - before)
             if sampled >= limit_bytes:
                 break
-            self._supply.fetch(file)
+            self._supply.fetch([file])
             path = resolve_inside(self.source.root, file.path)
             found = estimate(self.source.rows, path, self._count, limit_bytes - sampled)
             tokens, size = tokens + found.tokens, size + found.file_bytes

@@ -33,6 +33,7 @@ from nstrain.data.encode import Encoder
 from nstrain.data.line import DataLine
 from nstrain.data.manifest import (
     encode_manifest,
+    files_taken,
     load_manifest,
     manifest_head,
     opening_of,
@@ -91,11 +92,12 @@ def prepare_cycle(
     def job(index: int) -> SourceJob:
         name, listing = plan.sources[index], line.listing(plan.sources[index])
         files = line.opened_files(name, encoder, pool, lambda: progress(written / plan.tokens), on_download)
-        opening = opening_of(known["sources"][name]) if known is not None else None
-        strata = before[name].strata if opening is None else opening.strata
-        # Of a branch, a rebuilt cycle or a lost cache none of them may be there.
-        files.prefetch([(i, file.order) for i, stratum in enumerate(strata) for file in stratum.open])
-        if opening is None:
+        # Of a branch, a rebuilt cycle or a lost cache none of the files that it begins with may be there.
+        if known is not None:
+            files.prefetch(files_taken(known["sources"][name]))
+            opening = opening_of(known["sources"][name])
+        else:
+            files.prefetch(sorted(_still_needed(before[name])))
             rates = calibration.rates(line.source(name), listing)
             targets, open_files = plan.source_tokens[index], line.settings.open_files
             opening = open_for_cycle(files, listing, before[name], rates, targets, open_files, cycle)

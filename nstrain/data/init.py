@@ -213,7 +213,7 @@ def _refuse_missing_columns(entry: RecipeSource, source: SuppliedSource, listing
     if source.settings.kind == "hub":
         first = listing.file(0, 0)
         with _note_is_told(entry):
-            source.supply.fetch(first)
+            source.supply.fetch([first])
             path = resolve_inside(source.settings.root, first.path)
             refuse_missing_columns(source.settings.rows, path, f"source {entry.name}: {entry.repo}/{first.path}")
 

@@ -117,6 +117,14 @@ def previous_sha256(line: DataLine, cycle: int) -> str | None:
     return sha256_bytes(line.manifest_path(cycle - 1).read_bytes())
 
 
+def files_taken(source: dict[str, Any]) -> list[tuple[int, int]]:
+    """The (stratum, order) of the files that a source's cycle takes tokens of, in the order of the segments."""
+    tail = source["tail_in"]
+    first = [] if tail is None else [(tail["stratum"], tail["order"])]
+    taken = ((stratum, order) for segment in source["segments"] for stratum, order, _, _ in segment)
+    return list(dict.fromkeys([*first, *taken]))
+
+
 def opening_of(source: dict[str, Any]) -> Opening:
     """What a manifest says of a source as the cycle's drawing began: all that drawing it again needs."""
     return Opening(

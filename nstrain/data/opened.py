@@ -64,7 +64,7 @@ class OpenedFiles:
         opened = load_entry(request.entry, request.file, verify=key not in self._verified)
         if opened is None:
             self._on_open()
-            self._supply.fetch(request.file)
+            self._supply.fetch([request.file])
             open_file(request, self.encoder, self._on_open)
             opened = load_entry(request.entry, request.file, verify=False)
             assert opened is not None, f"{request.entry} was written a moment ago"
@@ -76,19 +76,26 @@ class OpenedFiles:
         return opened
 
     def prefetch(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Have the pool's processes open those of the (stratum, order) pairs that are not in the cache.
+        """Have the pool's processes open those of the (stratum, order) pairs that are not in the cache, each as soon as
+        it is fetched.
 
         Without a pool nothing happens: `get` opens a file when it is needed. Raises what `open_file` does.
         """
-        if self._pool is not None:
-            requests = [self._request(*pair) for pair in pairs if pair not in self._mapped]
-            missing = [r for r in requests if load_entry(r.entry, r.file, verify=False) is None]
-            by_file = {request.file: request for request in missing}
-            with contextlib.closing(self._supply.fetched(list(by_file))) as coming:
-                for files in coming:
-                    self._pool.open([by_file[file] for file in files], lambda done, total: self._on_open())
-                    for file in files:
-                        self._supply.release(file)
+        pool = self._pool
+        if pool is None:
+            return
+        requests = [self._request(*pair) for pair in pairs if pair not in self._mapped]
+        missing = [r for r in requests if load_entry(r.entry, r.file, verify=False) is None]
+        if not missing:
+            return
+        by_file = {request.file: request for request in missing}
+        with contextlib.closing(self._supply.fetched(list(by_file), lambda: pool.busy)) as coming:
+            arrivals = ([by_file[file] for file in files] for files in coming)
+            pool.open_as_they_come(arrivals, lambda done, total: self._on_open(), self._release)
+
+    def _release(self, opened: Sequence[FileRequest]) -> None:
+        for request in opened:
+            self._supply.release(request.file)
 
     def stratum_name(self, stratum: int) -> str:
         """Name of a stratum by its index."""

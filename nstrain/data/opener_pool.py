@@ -7,6 +7,8 @@ has grown beyond RECYCLE_BYTES, because the tokenizer's cache and the allocators
 Native code may die on a malformed file, and the kernel may kill a worker for its memory. The files of the task it died
 on are opened once more at the end, each in a fresh worker with no other running; a file that kills this one too is a
 bad upload. Of several errors the one of the first task in their order is raised, whichever came first in time.
+
+Files need not all be there when the work begins: those that are fetched are opened as they come.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,17 @@ FAILED_STARTS = 3
 """As many workers that end before they are ready, one after another, and the pool gives up."""
 TICK_S = 0.2
 """Progress is told at least so often."""
+MOST_WORKERS = 8
+"""One core encodes far faster than a GPU trains; more workers only help a line to its first cycle."""
+
+OnBytes = Callable[[int, int], None]
+"""Told (bytes done, bytes of all files known so far); may raise to stop the work."""
+OnOpened = Callable[[Sequence[FileRequest]], None]
+
+
+def default_workers() -> int:
+    """Worker processes that open files, unless a number is asked for."""
+    return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
 class WorkerFailed(Exception):
@@ -105,30 +118,40 @@ class OpenerPool:
         self.workers = workers
         self._encoder = encoder
         self._running: list[_Worker] = []
+        self._waiting: deque[tuple[int, _Task]] = deque()
+        """Tasks that no worker has yet, with their places."""
         self._failed_starts = 0
 
-    def open(
-        self, requests: Sequence[FileRequest], progress: Callable[[int, int], None] = lambda done, total: None
-    ) -> None:
+    @property
+    def busy(self) -> bool:
+        """Whether there is work for a worker."""
+        return bool(self._waiting) or any(worker.task is not None or not worker.ready for worker in self._running)
+
+    def open(self, requests: Sequence[FileRequest], progress: OnBytes = lambda done, total: None) -> None:
         """Make the entries of the requested files, anew where they exist.
 
         `progress(bytes done, bytes of all)` is called several times a second; it may raise, which ends the workers.
         Raises what `open_file` does, and `BadUpload` for a file that kills its worker.
         """
-        tasks = _grouped(requests)
-        total = sum(task.bytes for task in tasks)
+        self.open_as_they_come([requests], progress)
+
+    def open_as_they_come(
+        self,
+        arrivals: Iterable[Sequence[FileRequest]],
+        progress: OnBytes = lambda done, total: None,
+        opened: OnOpened = lambda requests: None,
+    ) -> None:
+        """`open`, of files of which `arrivals` gives those that can be read by now: none, where it is worth asking
+        again. While the pool is `busy` it should not keep its caller waiting. `opened(files)` is called for each once.
+        """
         if self.workers == 0:
-            done = 0
-            for request in (request for task in tasks for request in task.requests):
-                progress(done, total)
-                open_file(request, self._encoder, lambda: progress(done, total))  # noqa: B023 - called before the next
-                done += request.file.size
+            self._open_here(arrivals, progress, opened)
             return
         try:
-            died = self._work_off(tasks, self.workers, lambda done: progress(done, total))
+            died = self._work_off(iter(arrivals), self.workers, progress, opened)
             for request in (request for task, _ in died for request in task.requests):
                 self.close()
-                for _, status in self._work_off([_Task([request])], 1, lambda _: progress(total, total)):
+                for _, status in self._work_off(iter([[request]]), 1, progress, opened):
                     raise bad_upload(
                         f"source {request.source.name}: {request.source.root / request.file.path}",
                         "opening it",
@@ -138,8 +161,21 @@ class OpenerPool:
             self.close()
             raise
 
+    def _open_here(self, arrivals: Iterable[Sequence[FileRequest]], progress: OnBytes, opened: OnOpened) -> None:
+        """Without a worker: one file after another, in the order in which tasks of them would be handed out."""
+        done = total = 0
+        for requests in arrivals:
+            tasks = _grouped(requests)
+            total += sum(task.bytes for task in tasks)
+            for request in (request for task in tasks for request in task.requests):
+                progress(done, total)
+                open_file(request, self._encoder, lambda: progress(done, total))  # noqa: B023 - called before the next
+                done += request.file.size
+                opened([request])
+
     def close(self) -> None:
         """End the workers at once."""
+        self._waiting.clear()
         while self._running:
             self._running.pop().end()
 
@@ -150,48 +186,57 @@ class OpenerPool:
         self.close()
 
     def _work_off(
-        self, tasks: Sequence[_Task], workers: int, progress: Callable[[int], None]
+        self, arrivals: Iterator[Sequence[FileRequest]], workers: int, progress: OnBytes, opened: OnOpened
     ) -> list[tuple[_Task, int]]:
         """Have tasks done by so many workers; returns those whose worker died, with its exit status."""
-        waiting = deque(enumerate(tasks))
         errors: dict[int, Exception] = {}
-        died: list[tuple[_Task, int]] = []
-        done = 0
-        while waiting or any(worker.task for worker in self._running):
-            self._hand_out(waiting, workers)
+        died: dict[int, tuple[_Task, int]] = {}
+        done = total = places = 0
+        more = True
+        while more or self._waiting or any(worker.task for worker in self._running):
+            if more:
+                came = next(arrivals, None)
+                more = came is not None
+                for task in _grouped(came or ()):
+                    self._waiting.append((places, task))
+                    places, total = places + 1, total + task.bytes
+            self._hand_out(workers)
             listening = {w.connection: w for w in self._running if w.task is not None or not w.ready}
-            for connection in wait(list(listening), TICK_S):
+            for connection in wait(list(listening), TICK_S) if listening else ():
                 worker = listening[connection]  # type: ignore[index]
-                task, place = worker.task, worker.place
+                task_of, place = worker.task, worker.place
                 alive, reply = self._hear(worker)
-                if task is None:
+                if task_of is None:
                     continue
                 if not alive:
-                    died.append((task, worker.process.wait()))
+                    died[place] = task_of, worker.process.wait()
                     continue
-                done += task.bytes
-                if reply is not None:
+                done += task_of.bytes
+                if reply is None:
+                    opened(task_of.requests)
+                else:
                     errors[place] = reply
-                    waiting.clear()  # those before it have been handed out; of their errors the first is raised
-            progress(done)
+                    self._waiting.clear()  # those before it have been handed out; of their errors the first is raised
+                    more = False
+            progress(done, total)
         if errors:
             raise errors[min(errors)]
-        return sorted(died, key=lambda died: tasks.index(died[0]))
+        return [died[place] for place in sorted(died)]
 
-    def _hand_out(self, waiting: deque[tuple[int, _Task]], workers: int) -> None:
+    def _hand_out(self, workers: int) -> None:
         """Give waiting tasks to idle workers, and start more workers up to a number while there are tasks for them."""
         for worker in [worker for worker in self._running if worker.ready and worker.task is None]:
-            if waiting:
-                place, task = waiting[0]
+            if self._waiting:
+                place, task = self._waiting[0]
                 try:
                     worker.connection.send(task.requests)
                 except OSError:  # it died while it had nothing to do
                     self._drop(worker)
                     continue
                 worker.task, worker.place = task, place
-                waiting.popleft()
+                self._waiting.popleft()
         starting = sum(not worker.ready for worker in self._running)
-        while len(self._running) < workers and starting < len(waiting):
+        while len(self._running) < workers and starting < len(self._waiting):
             self._running.append(_Worker())
             starting += 1
 

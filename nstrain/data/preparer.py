@@ -26,7 +26,7 @@ from nstrain.data.cycles import delete_consumed, discard_partial_cycles, prepare
 from nstrain.data.encode import Encoder
 from nstrain.data.line import DataLine
 from nstrain.data.manifest import last_manifest, refuse_edited_pasts
-from nstrain.data.opener_pool import OpenerPool
+from nstrain.data.opener_pool import OpenerPool, default_workers
 
 if TYPE_CHECKING:
     from nstrain.data.hub.downloads import DownloadProgress
@@ -38,8 +38,6 @@ DISK_RETRY_S = 10.0
 SHOW_EVERY_S = 0.5
 """preparer.json shows a cycle's progress no more often than this."""
 ORPHAN_WAIT_S = 60.0
-MOST_WORKERS = 8
-"""One core encodes far faster than a GPU trains; more workers only help a line to its first cycle."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Preparer:
         """`ahead_cycles` stay ready beyond the cycle of the furthest consumer (without one: beyond the first).
 
         With `until_cycle` it prepares the cycles up to that one without regard to consumers, and then ends. `workers`
-        processes open files (None: as many as there are cores, at most MOST_WORKERS; 0: none beside this one); their
+        processes open files (None: as many as there are cores, at most eight; 0: none beside this one); their
         number changes no byte.
         """
         self.line = DataLine.open(work)
@@ -94,7 +92,7 @@ class Preparer:
         self._stop, self._on_status = stop, on_status
         self._workers = default_workers() if workers is None else workers
         self._recorded = -1
-        self._shown_at = 0.0
+        self._shown_at = self._fetching_at = 0.0
         self._status = PreparerStatus(os.getpid(), "", 0, 0.0, time.time(), None)  # none of the stages: shown never
 
     def run(self) -> ExitCode:
@@ -155,12 +153,14 @@ class Preparer:
         return max((consumer.cycle for consumer in read_consumers(self.line.work)), default=1) + self.ahead_cycles
 
     def _progress(self, cycle: int, share: float) -> None:
-        if time.monotonic() >= self._shown_at + SHOW_EVERY_S:
+        now = time.monotonic()  # files are opened while others are fetched: then it is the fetching that is shown
+        if now >= self._shown_at + SHOW_EVERY_S and now >= self._fetching_at + 2 * SHOW_EVERY_S:
             self._show("preparing", cycle, share)
         if self._stop():
             raise _StoppedError
 
     def _downloading(self, progress: DownloadProgress) -> None:
+        self._fetching_at = time.monotonic()
         trouble_is_new = progress.trouble is not None and self._status.error is None
         if trouble_is_new or time.monotonic() >= self._shown_at + SHOW_EVERY_S:
             figures = dataclasses.asdict(progress)
@@ -203,11 +203,6 @@ class Preparer:
 
 class _StoppedError(Exception):
     """The preparer was told to stop in the middle of a cycle."""
-
-
-def default_workers() -> int:
-    """Worker processes that open files, unless a number is asked for."""
-    return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
 def preparer_lock(work: Path) -> FileLock:

@@ -22,8 +22,9 @@ from nstrain.base.errors import Exhausted, Refusal
 from nstrain.data.cycles import SourceJob, write_stream
 from nstrain.data.encode import ENCODING_VERSION, load_encoder
 from nstrain.data.line import DataLine
-from nstrain.data.manifest import load_manifest, opening_of
+from nstrain.data.manifest import files_taken, load_manifest, opening_of
 from nstrain.data.opened import OpenedFiles
+from nstrain.data.opener_pool import OpenerPool, default_workers
 from nstrain.data.order import ORDER_VERSION
 from nstrain.data.sources import PinnedFile, SourceSettings
 from nstrain.data.supply import DOWNLOADS, OnDownload, fetched_nothing, supplied
@@ -37,6 +38,11 @@ class ManifestFiles:
     strata: tuple[str, ...]
     source: Mapping[str, Any]
     """The source's part of the manifest."""
+
+    @property
+    def taken(self) -> list[tuple[int, int]]:
+        """The (stratum, order) of the files that the cycle takes tokens of."""
+        return files_taken(dict(self.source))
 
     @functools.cached_property
     def _files(self) -> dict[tuple[int, int], PinnedFile]:
@@ -73,12 +79,14 @@ def rebuild_cycle(
     progress: Callable[[float], None] = lambda share: None,
     mirrors: Mapping[str, Sequence[str]] = MappingProxyType({}),
     on_download: OnDownload = fetched_nothing,
+    workers: int | None = None,
 ) -> str:
     """Make a cycle's directory `out` from its manifest; returns the manifest's SHA-256.
 
-    `places` says where each local source lies; a hub's files are fetched, `mirrors` being more places of a source's,
-    and what has come is kept after a failure for the next try. Raises `Refusal` for another tokenizer, other versions,
-    a file that is not as pinned, or token files that do not come out with the manifest's hashes.
+    `places` says where each local source lies; a hub's files are fetched ahead of the processes that open them (see
+    `Preparer` for `workers`), `mirrors` being more places of a source's. What was fetched and opened of a hub's source
+    is kept after a failure for the next try. Raises `Refusal` for another tokenizer, other versions, a file that is not
+    as pinned, or token files that do not come out with the manifest's hashes.
     """
     manifest = load_manifest(manifest_path)
     for name, theirs, ours in (
@@ -99,8 +107,16 @@ def rebuild_cycle(
         raise Refusal(f"say where source {missing[0]} lies: --source {missing[0]}=DIRECTORY")
     cache, downloads = out.with_name(f".{out.name}.open"), out.with_name(f".{out.name}.{DOWNLOADS}")
     written = 0
+
+    def tick() -> None:
+        progress(written / manifest["cycle_tokens"])
+
     try:
-        with directory_by_rename(out) as directory, _naming(manifest_path):
+        with (
+            directory_by_rename(out) as directory,
+            _naming(manifest_path),
+            OpenerPool(encoder, default_workers() if workers is None else workers) as pool,
+        ):
             for name in manifest["order"]:
                 source = manifest["sources"][name]
                 place = (
@@ -109,7 +125,8 @@ def rebuild_cycle(
                 settings = validate(SourceSettings, {**source["settings"], **place}, f"{manifest_path}: {name}")
                 ready, strata = supplied(settings, downloads, on_download), tuple(source["strata"])
                 table = ManifestFiles(strata, source)
-                files = OpenedFiles(cache / name, ready.settings, table, encoder, supply=ready.supply)
+                files = OpenedFiles(cache / name, ready.settings, table, encoder, tick, pool, ready.supply)
+                files.prefetch(table.taken)
                 job = SourceJob(ready.settings, source["listing_sha256"], strata, files, opening_of(source))
                 done = written
                 stream = write_stream(
@@ -128,9 +145,12 @@ def rebuild_cycle(
                 written += source["targets"]
             sha256 = sha256_bytes(manifest_path.read_bytes())
             (directory / "READY").write_bytes(canonical_json({"manifest_sha256": sha256}))
-        shutil.rmtree(downloads, ignore_errors=True)
-    finally:
-        shutil.rmtree(cache, ignore_errors=True)
+    except BaseException:
+        if not hub:
+            shutil.rmtree(cache, ignore_errors=True)
+        raise
+    for of_this_try in (cache, downloads):
+        shutil.rmtree(of_this_try, ignore_errors=True)
     return sha256
 
 
@@ -140,6 +160,7 @@ def rebuild_in_line(
     out: Path | None = None,
     progress: Callable[[float], None] = lambda share: None,
     on_download: OnDownload = fetched_nothing,
+    workers: int | None = None,
 ) -> Path:
     """Rebuild a cycle of a line from its manifest, in its own place or in `out`; returns the directory."""
     directory = out or line.cycle_directory(cycle)
@@ -147,5 +168,5 @@ def rebuild_in_line(
     places = {source.name: source.root for source in settings if source.kind == "local"}
     mirrors = {source.name: source.mirrors for source in settings}
     tokenizer = line.work / "tokenizer.json"
-    rebuild_cycle(line.manifest_path(cycle), tokenizer, places, directory, progress, mirrors, on_download)
+    rebuild_cycle(line.manifest_path(cycle), tokenizer, places, directory, progress, mirrors, on_download, workers)
     return directory

@@ -7,7 +7,7 @@ matters - segment, cycle, update - falls on a row's edge and the shares are exac
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pydantic
 
@@ -178,13 +178,3 @@ class Schedule:
                 whole = sum(piece.recipe.values())
                 total += piece.cycle_tokens * piece.recipe[source] // whole * (piece.cycles or 1)
         return total
-
-
-def refuse_edit_of_the_past(old: Sequence[Piece], new: Sequence[Piece]) -> None:
-    """A schedule may only gain pieces at its end. Raises `Refusal` naming the first difference."""
-    for index, piece in enumerate(old):
-        if index >= len(new) or new[index] != piece:
-            found = "nothing" if index >= len(new) else new[index].model_dump_json()
-            raise Refusal(
-                f"the schedule only grows at its end: piece {index} was {piece.model_dump_json()}, found {found}"
-            )

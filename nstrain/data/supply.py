@@ -19,14 +19,17 @@ DOWNLOADS = "downloads"
 class Supply(Protocol):
     """Puts files of one source where its settings' `root` says, and takes them away."""
 
-    def fetch(self, file: PinnedFile) -> None:
-        """Have one file there. Raises what `fetched` does."""
+    def fetch(self, files: Sequence[PinnedFile]) -> None:
+        """Have files there; they stay. Raises what `fetched` does."""
 
-    def fetched(self, files: Sequence[PinnedFile]) -> Generator[list[PinnedFile], None, None]:
-        """Have files there, and give them as they come; more are on their way while the given ones are used.
+    def fetched(
+        self, files: Sequence[PinnedFile], busy: Callable[[], bool] = lambda: False
+    ) -> Generator[list[PinnedFile], None, None]:
+        """Give files, each once, as they come; `release` each when it is used, for only some may lie there unused.
 
-        Close it if you do not take all (`contextlib.closing`): what is on its way is then called off.
-        Raises a `Refusal` for a file that cannot be had, or `DiskFull`.
+        What has come is given at once; while `busy()`, that is an empty list if nothing has. Close it if you do not
+        take all (`contextlib.closing`): what is on its way is then called off. Raises a `Refusal` for a file that
+        cannot be had, or `DiskFull`.
         """
 
     def release(self, file: PinnedFile) -> None:
@@ -39,10 +42,12 @@ class Supply(Protocol):
 class LocalFiles:
     """Files that lie where they are."""
 
-    def fetch(self, file: PinnedFile) -> None:
-        """It is there."""
+    def fetch(self, files: Sequence[PinnedFile]) -> None:
+        """They are there."""
 
-    def fetched(self, files: Sequence[PinnedFile]) -> Generator[list[PinnedFile], None, None]:
+    def fetched(
+        self, files: Sequence[PinnedFile], busy: Callable[[], bool] = lambda: False
+    ) -> Generator[list[PinnedFile], None, None]:
         """All are there."""
         if files:
             yield list(files)

@@ -4,7 +4,7 @@ A source's held-out documents are gathered stratum by stratum, reading files in 
 enough; which files a cycle opens does not depend on it. Rows are cut inside one stratum's tokens. Strata whose held-out
 text cannot fill a row of the line's unit are pooled, and named as such. A source's loss is the sum over its groups of
 weight times the mean loss of the group's rows; the weights - each stratum's share of the pinned bytes - are stored here
-and stay for the line's life.
+and stay for the line's life. index.json pins each NAME.bin and carries a hash of itself: what was edited is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nstrain.data.order import refuse_row_length
 from nstrain.data.readers import read_pinned
 from nstrain.data.supply import OnDownload, fetched_nothing
 
-VALIDATION_FORMAT = 1
+VALIDATION_FORMAT = 2
 DEFAULT_UNITS = 16
 """Units of held-out tokens that `data val` gathers for a source, unless told otherwise."""
 
@@ -79,8 +79,14 @@ def collect_held_out(
             "unit_tokens": line.unit_tokens,
             "sources": sources,
         }
-        (directory / "index.json").write_bytes(canonical_json(index))
+        (directory / "index.json").write_bytes(sealed_index(index))
     return index
+
+
+def sealed_index(index: dict[str, Any]) -> bytes:
+    """val/index.json's bytes: its fields, and in `sha256` the hash of all others in their canonical form."""
+    fields = {name: value for name, value in index.items() if name != "sha256"}
+    return canonical_json({**fields, "sha256": sha256_bytes(canonical_json(fields))})
 
 
 def _gather(
@@ -94,9 +100,7 @@ def _gather(
     """Held-out documents by stratum, and the control tokens a million: by the library's default, and by ours."""
     supplied, listing = line.supplied(name, on_download), line.listing(name)
     source, supply = supplied.settings, supplied.supply
-    if source.kind == "hub":
-        for _ in supply.fetched([files[0] for files in listing.files]):
-            pass  # most strata need no other; they stay until they are opened
+    supply.fetch([files[0] for files in listing.files])  # most strata need no other; they stay until they are opened
     markers = encoder.marker_ids(source.markers, name)
     sizes = listing.bytes_by_stratum
     gathered = [_Gathered() for _ in listing.strata]
@@ -109,7 +113,7 @@ def _gather(
             if into.count >= want:
                 break
             into.files_read += 1
-            supply.fetch(file)
+            supply.fetch([file])
             rows = read_pinned(source, file, listing.strata[stratum])
             held_out = (row.text for row in rows if row.text is not None and source.is_held_out(row.text))
             while texts := _some(held_out):
@@ -222,13 +226,19 @@ class ValidationRows:
 
 
 def load_index(line: DataLine) -> dict[str, Any]:
-    """val/index.json. Raises `Refusal` if `data val` has not run."""
+    """val/index.json. Raises `Refusal` if `data val` has not run, or if it was edited or is of another line."""
     path = line.work / "val" / "index.json"
     if not path.exists():
         raise Refusal(f"{line.work}: has no held-out rows yet; run `nstrain data val --work {line.work}`")
-    index: dict[str, Any] = read_json(path)
-    if index.get("format") != VALIDATION_FORMAT or index.get("line") != line.id:
-        raise Refusal(f"{path}: not the held-out index of this line; remove val/ and run `nstrain data val` again")
+    again = "restore it, or remove val/ and run `nstrain data val` again: it gathers the same"
+    index: Any = read_json(path)
+    if not isinstance(index, dict) or (index.get("format"), index.get("line")) != (VALIDATION_FORMAT, line.id):
+        raise Refusal(f"{path}: not the held-out index of this line in format {VALIDATION_FORMAT}; {again}")
+    if path.read_bytes() != sealed_index(index):
+        raise Refusal(
+            f"{path}: its content does not have the sha256 that stands in it ({index.get('sha256')}): it was edited or "
+            f"damaged, and validation rows and weights are fixed for the line's life; {again}"
+        )
     return index
 
 

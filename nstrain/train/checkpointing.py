@@ -26,6 +26,7 @@ from nstrain.settings.model import dump
 from nstrain.settings.run import RunSettings, refuse_changed_fields
 from nstrain.train.engine import Engine, OptimizerCounts
 from nstrain.train.flat import TENSOR_KINDS
+from nstrain.train.model import kernel_table, use_kernels
 from nstrain.train.plan import Position
 
 STATE_FORMAT = 1
@@ -110,17 +111,22 @@ def make_checkpoint(engine: Engine, settings: RunSettings, line: LineState, reas
         "settings": dump(settings),
         "versions": versions(),
         "threads": torch.get_num_threads(),
+        "kernels": kernel_table(),
         "id": settings.id,
     }
     return Checkpoint(state, {kind: engine.flat.export(kind) for kind in TENSOR_KINDS})
 
 
 def restore(engine: Engine, checkpoint: Checkpoint, where: str) -> None:
-    """Put a checkpoint's tensors and counters into the engine. Raises `Refusal` before anything is changed."""
+    """Put a checkpoint's tensors and counters into the engine. Raises `Refusal` before anything is changed.
+
+    The kernels go on with the launch configurations that the line was trained with.
+    """
     for kind in TENSOR_KINDS:
         engine.flat.refuse_other_shapes(kind, checkpoint.tensors[kind], where)
     for kind in TENSOR_KINDS:
         engine.flat.load(kind, checkpoint.tensors[kind], where)
+    use_kernels(checkpoint.state.get("kernels", {}))
     engine.restored(OptimizerCounts(**checkpoint.state["optimizer"]))
 
 

@@ -106,15 +106,24 @@ class EagerEngine:
         self._micro_rows = length.micro_rows
         self.model.recompute(length.recompute)
 
-    def _take_in(self, rows: TokenRows) -> Tensor:
-        """Rows in the device's buffer of their shape, [micro_rows, L + 1]; rows that are missing carry no loss."""
-        assert 0 < len(rows) <= self._micro_rows, f"{len(rows)} rows for a micro-batch of {self._micro_rows}"
-        shape = (self._micro_rows, rows.shape[1])
-        padded = torch.full(shape, IGNORED_TOKEN, dtype=torch.int64, pin_memory=self.flat.device.type == "cuda")
-        padded[: len(rows)] = torch.from_numpy(rows)
+    def _inputs_of(self, shape: tuple[int, int]) -> Tensor:
+        """The device's buffer of token ids of a shape, which stays where it is."""
         if shape not in self._inputs:
             self._inputs[shape] = torch.empty(shape, dtype=torch.int64, device=self.flat.device)
-        return self._inputs[shape].copy_(padded, non_blocking=True)
+        return self._inputs[shape]
+
+    def _fill(self, inputs: Tensor, rows: TokenRows) -> None:
+        """Put rows into a buffer of [micro_rows, L + 1]; rows that are missing carry no loss."""
+        assert 0 < len(rows) <= len(inputs), f"{len(rows)} rows for a micro-batch of {len(inputs)}"
+        padded = torch.full(inputs.shape, IGNORED_TOKEN, dtype=torch.int64, pin_memory=inputs.is_cuda)
+        padded[: len(rows)] = torch.from_numpy(rows)
+        inputs.copy_(padded, non_blocking=True)
+
+    def _take_in(self, rows: TokenRows) -> Tensor:
+        """Rows on the device as [micro_rows, L + 1]."""
+        inputs = self._inputs_of((self._micro_rows, rows.shape[1]))
+        self._fill(inputs, rows)
+        return inputs
 
     # --- the three pieces ------------------------------------------------------------------------------------------
 

@@ -6,26 +6,25 @@ update to update is in device scalars and the input buffers, which are filled be
 rate or a smaller last update need no new capture.
 
 Before a capture the pieces run once eagerly on the capture's stream (kernels compile, libraries allocate their
-workspaces), the norms and AdamW on a gradient with a NaN in it: a skipped update stores nothing. Warm-up and capture
-take their memory from one pool, which holds nothing that lives longer than a replay; what lives longer was made before
-(parameters, moments, inputs, sums). Graphs never run at the same time, so they share the pool.
-
-Autograd runs on the calling thread while a graph is made: its own threads would allocate elsewhere.
+workspaces), the norms and AdamW on a gradient with a NaN in it: a skipped update stores nothing. Warm-up, capture and
+validation take their memory from the arena (nstrain/gpu/arena.py), where nothing lives longer than a replay; what lives
+longer was made before (parameters, moments, inputs, sums). Graphs never run at the same time, so they share it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from nstrain.base.errors import NstrainError
+from nstrain.gpu.arena import Arena, arena_stream
 from nstrain.settings.run import LengthSettings, OptimizerSettings
 from nstrain.train.engine import EagerEngine, TokenRows, UpdateReadings
 from nstrain.train.model import IGNORED_TOKEN, TrainableModel
@@ -43,18 +42,16 @@ class _Shape:
 class GraphEngine(EagerEngine):
     """`EagerEngine`, captured. Needs a CUDA device."""
 
-    def __init__(self, model: TrainableModel, settings: OptimizerSettings) -> None:
-        super().__init__(model, settings)
-        self._stream = torch.cuda.Stream()
-        self._pool = torch.cuda.MemPool()
-        self._pool_id: Any = self._pool.id
+    def __init__(self, model: TrainableModel, settings: OptimizerSettings, hold_bytes: int | None = None) -> None:
+        """`hold_bytes` is what the arena holds beforehand: by default all that is free but a slack."""
+        with torch.cuda.stream(arena_stream()):
+            # Autograd runs what it does for a parameter on the stream that was current when its hook was registered.
+            super().__init__(model, settings)
+        self._arena: Arena | None = None
+        self._hold_bytes = hold_bytes
         self._micro_graphs: dict[_Shape, torch.cuda.CUDAGraph] = {}
         self._update_graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
         self._recompute = "none"
-        with torch.cuda.stream(self._stream):
-            # The products' workspace of this stream must not come to lie in the pool, which is given back.
-            torch.mm(*(torch.zeros(64, 64, device=self.flat.device, dtype=torch.bfloat16) for _ in range(2)))
-        self._stream.wait_stream(torch.cuda.current_stream())
 
     def set_length(self, length: LengthSettings) -> None:
         """Get ready for rows of one length; its graph is captured with the first micro-batch of a shape."""
@@ -64,7 +61,7 @@ class GraphEngine(EagerEngine):
     def accumulate(self, rows: TokenRows, loss_scale: float) -> None:
         """Forward and backward of one micro-batch: a replay of its shape's graph."""
         shape = _Shape(self._micro_rows, rows.shape[1], self._recompute)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._opened_arena().stream):
             if shape not in self._micro_graphs:
                 self._capture(shape)
             self._take_in(rows)
@@ -74,11 +71,49 @@ class GraphEngine(EagerEngine):
     def finish(self, learning_rate: float, weight_decay: float) -> UpdateReadings:
         """Norm, clipped AdamW or the skip, refresh and the cleared gradient: replays of two graphs."""
         assert self._update_graphs is not None, "an update has at least one micro-batch"
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._opened_arena().stream):
             self._begin_finish(learning_rate, weight_decay)
             for graph in self._update_graphs:
                 graph.replay()
             return self._read()
+
+    def row_losses(self, rows: TokenRows) -> npt.NDArray[np.float64]:
+        """As the eager engine's, in the arena's memory."""
+        tokens = self._inputs_of((self._micro_rows, rows.shape[1]))
+        with self._opened_arena().memory():
+            self._fill(tokens, rows)
+            losses_BL = self.model.token_losses(tokens)
+            host = losses_BL[: len(rows)].cpu().numpy().astype(np.float64)
+            del losses_BL
+        self._refuse_growth("validation")
+        return host.mean(axis=1)
+
+    def close_arena(self) -> int:
+        """Give the arena's memory back, graphs and all; the bytes returned. The next micro-batch makes it anew."""
+        if self._arena is None:
+            return 0
+        torch.cuda.synchronize()
+        for graph in (*self._micro_graphs.values(), *(self._update_graphs or ())):
+            graph.reset()
+        self._micro_graphs.clear()
+        self._update_graphs = self._norms = self._clip = None
+        arena, self._arena = self._arena, None
+        return arena.close()
+
+    def _opened_arena(self) -> Arena:
+        if self._arena is None:
+            self._arena = Arena(self._hold_bytes)
+            print(f"holding {self._arena.held_bytes / 2**30:.1f} GiB of the GPU", flush=True)
+        return self._arena
+
+    def _refuse_growth(self, what: str) -> None:
+        """Raise if the arena had to take more than it held: then it is too small for what this line does."""
+        if self._hold_bytes != 0 and self._opened_arena().grown_segments():
+            grown = self._opened_arena().grown_segments()
+            raise NstrainError(
+                f"{what} took {grown} more segments from the driver than the arena held: other processes may take that "
+                "memory the next time; use fewer micro_rows (nstrain tune)"
+            )
 
     # --- making the graphs -----------------------------------------------------------------------------------------
 
@@ -86,8 +121,8 @@ class GraphEngine(EagerEngine):
         """Warm a shape up and capture it; what the update has accumulated so far is kept."""
         began = time.perf_counter()
         held = self._gradients_so_far()
-        tokens = self._take_in_padding(shape)
-        with self._memory():
+        tokens = self._inputs_of((shape.rows, shape.columns)).fill_(IGNORED_TOKEN)
+        with self._opened_arena().memory():
             self._micro_batch(tokens)
         if not self._micro_graphs:  # the warm-up made the terms' sums in the pool, and they are to outlive it
             self._terms = {name: self._scalar(0.0, torch.float64) for name in self._terms}
@@ -96,23 +131,18 @@ class GraphEngine(EagerEngine):
             self._warm_up_update()
             self._update_graphs = self._captured(self._measure), self._captured(self._apply)
         self._restore_gradients(held)
+        self._refuse_growth("a capture")
         print(
             f"captured {shape.rows} x {shape.columns - 1:,} tokens, recompute {shape.recompute}, in "
             f"{time.perf_counter() - began:.1f} s; {torch.cuda.memory_reserved() / 2**30:.1f} GiB reserved",
             flush=True,
         )
 
-    def _take_in_padding(self, shape: _Shape) -> Tensor:
-        place = (shape.rows, shape.columns)
-        if place not in self._inputs:
-            self._inputs[place] = torch.empty(place, dtype=torch.int64, device=self.flat.device)
-        return self._inputs[place].fill_(IGNORED_TOKEN)
-
     def _warm_up_update(self) -> None:
         """Norms and AdamW once, as a skip: a NaN in the gradient keeps every byte of weights and moments."""
         self._begin_finish(0.0, 0.0)
         self.flat.groups[0].main_grad[:1].fill_(math.nan)
-        with self._memory():
+        with self._opened_arena().memory():
             self._measure()
             self._apply()
         if not (self._clip and self._clip.skip.item()):
@@ -133,19 +163,13 @@ class GraphEngine(EagerEngine):
             else:
                 total.zero_()
 
-    @contextlib.contextmanager
-    def _memory(self) -> Iterator[None]:
-        """Eager work whose memory comes from the pool, on this thread alone."""
-        with torch.autograd.set_multithreading_enabled(False), torch.cuda.use_mem_pool(self._pool):
-            yield
-
     def _captured(self, piece: Callable[[], None]) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        arena, graph = self._opened_arena(), torch.cuda.CUDAGraph()
         with (
             torch.autograd.set_multithreading_enabled(False),
             # A background writer's work in another thread must not break the capture.
-            torch.cuda.graph(graph, pool=self._pool_id, stream=self._stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=arena.pool_id, stream=arena.stream, capture_error_mode="thread_local"),
         ):
             piece()
         return graph

@@ -136,6 +136,18 @@ def build(settings: ModelSettings, vocab_size: int, device: torch.device | str, 
     return neuronspark.NeuronSpark(config, torch.device(device), seed=seed)
 
 
+def kernel_table() -> dict[str, Any]:
+    """The launch configurations of the model's kernels in use, for checkpoints; empty for a model without any."""
+    table: Mapping[str, Any] = getattr(_package(), "kernel_table", dict)()
+    return dict(table)
+
+
+def use_kernels(table: Mapping[str, Any]) -> None:
+    """Have the model's kernels run with the launch configurations of an earlier `kernel_table`."""
+    if table:
+        _package().use_kernels(table)
+
+
 def refuse_long_rows(settings: RunSettings) -> None:
     """Raise `Refusal` if rows of run.json are longer than the model reads."""
     longest = settings.model.config.get("rope_max_seq_len")

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton kernels over a group's flat buffers: AdamW in one pass, and the sums that the gradient norms are made of.
 
-AdamW reads master, gradient and both moments and writes them (the gradient as zeros) and the compute copy: 30 bytes an
+AdamW reads master, gradient and both moments and writes them (the gradient as zeros) and the compute copy: 34 bytes an
 element with a bf16 copy, which is all that must move, so memory is its floor. Whether an update is applied is a
 predicate on its stores; the gradient's reset is not predicated and stores a literal zero.
 
@@ -45,28 +45,31 @@ def _adamw_kernel(
     DECAYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # All loads before the first store, so that they are under way together: nothing can be moved over a store.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(gradient + at)
+    w = tl.load(master + at)
+    m = tl.load(exp_avg + at)
+    v = tl.load(exp_avg_sq + at)
+    applied = (tl.load(skip) + tl.zeros([BLOCK], tl.float32)) == 0
+    step_size = tl.load(rate)
+    ones = tl.full([BLOCK], 1.0, tl.float32)
+    root_correction2 = tl.sqrt_rn(tl.load(corrections + 1).to(tl.float32))
+    corrected_rate = tl.div_rn(step_size * ones, tl.load(corrections).to(tl.float32) * ones)
+
+    g = tl.div_rn(g, tl.load(divisor) * ones)
+    if DECAYS:
+        w = w - step_size * tl.load(decay).to(tl.float32) * w
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    w = w - tl.div_rn(corrected_rate * m, tl.div_rn(tl.sqrt_rn(v), root_correction2 * ones) + eps)
+
     tl.store(gradient + at, tl.zeros([BLOCK], tl.float32))
-    if tl.load(skip) == 0:
-        g = tl.div_rn(g, tl.load(divisor) + tl.zeros([BLOCK], tl.float32))
-        w = tl.load(master + at)
-        m = tl.load(exp_avg + at)
-        v = tl.load(exp_avg_sq + at)
-        step_size = tl.load(rate)
-        if DECAYS:
-            w = w - step_size * tl.load(decay).to(tl.float32) * w
-        m = beta1 * m + (1 - beta1) * g
-        v = beta2 * v + (1 - beta2) * g * g
-        correction1 = tl.load(corrections).to(tl.float32)
-        root_correction2 = tl.sqrt(tl.load(corrections + 1)).to(tl.float32)
-        denominator = tl.div_rn(tl.sqrt_rn(v), root_correction2 + tl.zeros([BLOCK], tl.float32)) + eps
-        w = w - tl.div_rn((step_size / correction1) * m, denominator)
-        tl.store(master + at, w)
-        tl.store(exp_avg + at, m)
-        tl.store(exp_avg_sq + at, v)
-        if HAS_COPY:
-            tl.store(compute + at, w.to(compute.dtype.element_ty))
+    tl.store(master + at, w, mask=applied)
+    tl.store(exp_avg + at, m, mask=applied)
+    tl.store(exp_avg_sq + at, v, mask=applied)
+    if HAS_COPY:
+        tl.store(compute + at, w.to(compute.dtype.element_ty), mask=applied)
 
 
 def adamw(

@@ -159,6 +159,14 @@ def test_held_out_rows_are_the_trunks_but_for_a_longer_unit(trunk: DataLine, tmp
         assert len(set(documents)) == len(documents)
 
 
+def test_an_edited_held_out_index_is_not_taken_over(trunk: DataLine, tmp_path: Path) -> None:
+    path = trunk.work / "val" / "index.json"
+    path.write_bytes(path.read_bytes().replace(b'"held_out":', b'"held_out": '))
+    with pytest.raises(Refusal, match=r"val/index.json: its content does not have the sha256"):
+        branch_line(tmp_path / "branch", trunk.work, FORK, 640, 1)
+    assert not (tmp_path / "branch").exists()
+
+
 def test_a_source_left_out_of_the_recipe_keeps_its_state(trunk: DataLine, tmp_path: Path) -> None:
     branch = branch_line(tmp_path / "branch", trunk.work, FORK, 640, 1, recipe={"tree": 1, "rows": 3})
     assert branch.settings.schedule[0].recipe == {"rows": 3, "tree": 1}

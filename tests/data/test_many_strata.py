@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -145,13 +145,14 @@ def test_what_workers_read_ahead_stays_until_it_is_opened(
     """With worker processes too every file is read once, also where the guess at what will be opened is too high."""
     line = many.copy(tmp_path)
     asked: list[tuple[int, int]] = []
-    real_open, real_likely = OpenerPool.open, _Opener._likely
+    real_open, real_likely = OpenerPool.open_as_they_come, _Opener._likely
 
-    def counted(self: OpenerPool, requests: Sequence[FileRequest], progress: Callable[[int, int], None]) -> None:
-        asked.extend((request.file.stratum, request.file.order) for request in requests)
-        real_open(self, requests, progress)
+    def counted(self: OpenerPool, arrivals: Iterable[Sequence[FileRequest]], *told: Any) -> None:
+        come = [list(requests) for requests in arrivals]
+        asked.extend((request.file.stratum, request.file.order) for requests in come for request in requests)
+        real_open(self, come, *told)
 
-    monkeypatch.setattr(OpenerPool, "open", counted)
+    monkeypatch.setattr(OpenerPool, "open_as_they_come", counted)
     monkeypatch.setattr(_Opener, "_likely", lambda self, i, need, rate: real_likely(self, i, 2 * need, rate))
     run_preparer(line.work, until_cycle=CYCLES, workers=2)
     assert len(asked) > sum(len(read) for read in built.read), "it guessed too high"

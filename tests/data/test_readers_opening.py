@@ -24,7 +24,7 @@ from reader_files import FORMATS, pin, request, source_of, write_records, write_
 from nstrain.base.errors import DiskFull
 from nstrain.data import encode, entries
 from nstrain.data.encode import Encoder, load_encoder
-from nstrain.data.entries import FileRequest, FileTokens, load_entry, open_file
+from nstrain.data.entries import DOCUMENT, FileRequest, FileTokens, load_entry, open_file
 from nstrain.data.opened import OpenedFiles
 from nstrain.data.order import derive_key, keyed_permutation
 from nstrain.data.pieces import pieces
@@ -159,14 +159,31 @@ def test_a_file_without_documents_has_an_empty_entry(tmp_path: Path, encoder: En
     assert (found.rows, found.documents, len(found.tokens), found.longest_from(0)) == (0, 0, 0, 0)
 
 
-def test_every_damaged_byte_of_an_entry_is_seen(tmp_path: Path, encoder: Encoder) -> None:
+def test_every_damaged_bit_of_an_entry_is_seen(tmp_path: Path, encoder: Encoder) -> None:
+    """Of the header's length, of the header, of the table of documents and of the tokens."""
     path = write_texts(tmp_path / "r.jsonl", [prose(n, 3) for n in range(9)])
     asked = request(source_of(tmp_path, "jsonl"), path, tmp_path / "e")
     open_file(asked, encoder)
     whole = asked.entry.read_bytes()
-    for place in range(len(whole)):
-        asked.entry.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        assert load_entry(asked.entry, asked.file, verify=True) is None, place
+    header = 8 + int.from_bytes(whole[:8], "little")
+    assert 200 < header < len(whole) - 9 * DOCUMENT.itemsize - 9 * 2
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        asked.entry.write_bytes(damaged)
+        assert load_entry(asked.entry, asked.file, verify=True) is None, f"byte {bit // 8}, bit {bit % 8}"
+    asked.entry.write_bytes(whole)
+    assert load_entry(asked.entry, asked.file, verify=True) is not None
+    for added in (b"\0", whole[-2:]):
+        asked.entry.write_bytes(whole + added)
+        assert load_entry(asked.entry, asked.file, verify=True) is None
+
+
+def test_an_entry_cut_anywhere_is_seen(tmp_path: Path, encoder: Encoder) -> None:
+    path = write_texts(tmp_path / "r.jsonl", [prose(n, 3) for n in range(9)])
+    asked = request(source_of(tmp_path, "jsonl"), path, tmp_path / "e")
+    open_file(asked, encoder)
+    whole = asked.entry.read_bytes()
     for cut in range(len(whole)):
         asked.entry.write_bytes(whole[:cut])
         assert load_entry(asked.entry, asked.file, verify=True) is None, cut

@@ -137,6 +137,89 @@ def test_opened_files_finds_what_its_pool_made(tmp_path: Path, encoder: Encoder)
     assert made.items() <= contents(tmp_path / "open").items()
 
 
+# ------------------------------------------------------------------ files that come one after another
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_files_are_opened_as_they_come(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """The next file comes only when the one before it is opened: waiting for all of them would take for ever."""
+    monkeypatch.setattr(opener_pool, "TASK_BYTES", 1)
+    asked, opened_so_far = requests_of(tmp_path, "pool"), []
+    deadline = time.monotonic() + 60
+    with OpenerPool(encoder, workers) as pool:
+
+        def arrivals() -> Iterator[list[FileRequest]]:
+            yield []
+            for number, one in enumerate(asked):
+                yield [one]
+                while len(opened_so_far) <= number:
+                    assert pool.busy
+                    assert time.monotonic() < deadline
+                    yield []
+            assert not pool.busy
+
+        pool.open_as_they_come(arrivals(), opened=opened_so_far.extend)
+    assert opened_so_far == asked
+    assert contents(tmp_path / "pool") == here(tmp_path, encoder)
+
+
+def test_every_worker_has_something_to_do_as_soon_as_there_is_something(
+    tmp_path: Path, encoder: Encoder, long_work: list[FileRequest]
+) -> None:
+    """A file that takes a minute does not hold up the others that come in that minute."""
+    asked, opened_so_far = requests_of(tmp_path, "pool"), []
+
+    def arrivals() -> Iterator[list[FileRequest]]:
+        yield long_work[:1]
+        for one in asked:
+            yield [one]
+        while len(opened_so_far) < len(asked):
+            yield []
+        raise TimeoutError
+
+    with OpenerPool(encoder, 2) as pool, pytest.raises(TimeoutError):
+        pool.open_as_they_come(arrivals(), opened=opened_so_far.extend)
+    assert worker_pids() == []
+    assert sorted(r.entry.name for r in opened_so_far) == sorted(r.entry.name for r in asked)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_after_an_error_no_more_files_are_asked_for(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setattr(opener_pool, "TASK_BYTES", 1)
+    asked, opened_so_far = requests_of(tmp_path, "pool"), []
+    Path(asked[1].source.path, asked[1].file.path).write_bytes(b"other")
+
+    def arrivals() -> Iterator[list[FileRequest]]:
+        yield asked[:2]
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            yield []
+        raise AssertionError("asked again and again")
+
+    with OpenerPool(encoder, workers) as pool, pytest.raises(ChangedFile, match=f"{asked[1].file.path} has changed"):
+        pool.open_as_they_come(arrivals(), opened=opened_so_far.extend)
+    assert asked[1] not in opened_so_far
+
+
+def test_a_worker_that_dies_while_files_come_changes_nothing(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are opened in the end, and told to be open once."""
+    monkeypatch.setattr(opener_pool, "TASK_BYTES", 1)
+    expected, asked = here(tmp_path, encoder), requests_of(tmp_path, "pool")
+    opened_so_far: list[FileRequest] = []
+    monkeypatch.setenv(VARIABLE, "open:10")
+    with OpenerPool(encoder, 2) as pool:
+        pool.open_as_they_come(([one] for one in asked), opened=opened_so_far.extend)
+    found = contents(tmp_path / "pool")
+    assert {name: data for name, data in found.items() if not name.endswith(".partial")} == expected
+    assert sorted(r.entry.name for r in opened_so_far) == sorted(r.entry.name for r in asked)
+
+
 # ------------------------------------------------------------------ workers that die
 
 

@@ -70,7 +70,7 @@ def test_a_cycle_is_rebuilt_in_its_line(line: DataLine, cycle: int) -> None:
     everything = prepared(line)
     shutil.rmtree(line.cycle_directory(cycle))
     shutil.rmtree(line.work / "open")
-    assert rebuild_in_line(line, cycle) == line.cycle_directory(cycle)
+    assert rebuild_in_line(line, cycle, workers=0) == line.cycle_directory(cycle)
     assert prepared(line) == everything
     assert not [p for p in (line.work / "cycles").iterdir() if p.name.startswith(".")]
 
@@ -78,7 +78,7 @@ def test_a_cycle_is_rebuilt_in_its_line(line: DataLine, cycle: int) -> None:
 def test_a_cycle_on_disk_is_not_replaced_but_rebuilt_beside_it(line: DataLine, tmp_path: Path) -> None:
     before = contents(line.work)
     with pytest.raises(Refusal, match="exists already"):
-        rebuild_in_line(line, 2)
+        rebuild_in_line(line, 2, workers=0)
     assert contents(line.work) == before
     rebuild_in_line(line, 2, tmp_path / "beside")
     assert contents(tmp_path / "beside") == contents(line.cycle_directory(2))
@@ -95,7 +95,7 @@ def test_a_cycle_is_rebuilt_on_an_empty_machine(
     shutil.copyfile(line.manifest_path(cycle), machine / "manifest.json")
     shutil.copyfile(line.work / "tokenizer.json", machine / "tokenizer.json")
     shutil.rmtree(line.work)
-    rebuild_cycle(machine / "manifest.json", machine / "tokenizer.json", places, machine / "out")
+    rebuild_cycle(machine / "manifest.json", machine / "tokenizer.json", places, machine / "out", workers=0)
     assert contents(machine / "out") == expected
     assert sorted(p.name for p in machine.iterdir()) == [
         "manifest.json", "nested", "out", "rows", "tokenizer.json", "tree",
@@ -111,14 +111,14 @@ def test_only_the_files_that_the_cycle_reads_are_needed(
         for path in places[name].rglob("*"):
             if path.is_file() and path.relative_to(places[name]).as_posix() not in named:
                 path.unlink()
-    rebuild_cycle(line.manifest_path(2), line.work / "tokenizer.json", places, tmp_path / "out")
+    rebuild_cycle(line.manifest_path(2), line.work / "tokenizer.json", places, tmp_path / "out", workers=0)
     assert contents(tmp_path / "out") == contents(line.cycle_directory(2))
 
 
 def test_a_branchs_first_cycle_is_rebuilt_too(line: DataLine, places: dict[str, Path], tmp_path: Path) -> None:
     branch = branch_line(tmp_path / "branch", line.work, 2, 320, 1, unit_tokens=8)
     prepare(branch)
-    rebuild_cycle(branch.manifest_path(1), branch.work / "tokenizer.json", places, tmp_path / "out")
+    rebuild_cycle(branch.manifest_path(1), branch.work / "tokenizer.json", places, tmp_path / "out", workers=0)
     assert contents(tmp_path / "out") == contents(branch.cycle_directory(1))
 
 
@@ -141,7 +141,9 @@ def refuse_rebuild(
     """Rebuilding cycle 2 is refused and leaves nothing."""
     before = sorted(p.name for p in tmp_path.iterdir())
     with pytest.raises(Refusal, match=match):
-        rebuild_cycle(line.manifest_path(2), tokenizer or line.work / "tokenizer.json", places, tmp_path / "out")
+        rebuild_cycle(
+            line.manifest_path(2), tokenizer or line.work / "tokenizer.json", places, tmp_path / "out", workers=0
+        )
     assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
@@ -277,6 +279,11 @@ DAMAGE: dict[str, tuple[Callable[[DataLine], None], set[str], str]] = {
     "READY": (lambda at: (at.cycle_directory(1) / "READY").write_text("{}"), {"cycle 1"}, "manifest_sha256"),
     "held-out text": (lambda at: flip(at.work / "val" / "tree.bin"), {"held-out rows"}, r"tree.bin: expected sha256"),
     "the held-out index": (lambda at: (at.work / "val" / "index.json").unlink(), {"held-out rows"}, "no held-out rows"),
+    "an edited held-out index": (
+        lambda at: edit_json(at.work / "val" / "index.json", lambda i: i["sources"]["tree"].update(held_out=0.3)),
+        {"held-out rows"},
+        r"index.json: its content does not have the sha256 that stands in it",
+    ),
     "a pinned list": (
         lambda at: shutil.copy(at.work / "sources/rows/files.parquet", at.work / "sources/tree/files.parquet"),
         {"pinned files of tree", "manifest 1"},

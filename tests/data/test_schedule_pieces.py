@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nstrain.base.errors import Refusal
 from nstrain.data.order import reduced_shares
-from nstrain.data.schedule import Piece, Schedule, make_piece, refuse_edit_of_the_past
+from nstrain.data.schedule import Piece, Schedule, make_piece
 
 recipes = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 30), min_size=1)
 
@@ -97,13 +97,3 @@ def test_only_the_last_piece_may_be_open_ended() -> None:
 def test_a_cycle_that_is_no_whole_number_of_segments_is_refused() -> None:
     with pytest.raises(Refusal, match="100 is not a whole number of segments of 64"):
         Schedule((Piece(cycles=1, cycle_tokens=100, segment_units=1, recipe={"a": 1, "b": 1}),), 32)
-
-
-def test_a_schedule_only_grows_at_its_end() -> None:
-    old = [make_piece({"a": 1}, 100, 1, 2), make_piece({"a": 1}, 200, 1, 2)]
-    refuse_edit_of_the_past(old, [*old, make_piece({"a": 1}, 50, 1, 1)])
-    refuse_edit_of_the_past(old, old)
-    with pytest.raises(Refusal, match=r'piece 1 was \{"cycles":2.*"cycle_tokens":204.*found .*"cycle_tokens":102'):
-        refuse_edit_of_the_past(old, [old[0], old[0]])
-    with pytest.raises(Refusal, match=r"piece 1 was .* found nothing"):
-        refuse_edit_of_the_past(old, old[:1])

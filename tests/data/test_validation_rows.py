@@ -26,6 +26,7 @@ from data_helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nstrain.base.disk import canonical_json
 from nstrain.base.errors import Refusal
 from nstrain.data.init import init_line, load_recipe
 from nstrain.data.line import DataLine
@@ -219,6 +220,30 @@ def test_rows_need_data_val_and_an_undamaged_file(tmp_path: Path, tokenizer: Pat
     (other.work / "val" / "web.bin").unlink()
     with pytest.raises(Refusal, match=r"web.bin is damaged"):
         ValidationRows.open(other, 32, 4)
+
+
+def test_an_edited_index_is_refused(tmp_path: Path, tokenizer: Path, line: DataLine) -> None:
+    """Whatever was edited: a weight, where a group begins, the hash itself, or only how it is written."""
+    other = small_line(tmp_path / "line", tokenizer)
+    path, sound = other.work / "val" / "index.json", (line.work / "val" / "index.json").read_bytes()
+    shutil.copytree(line.work / "val", other.work / "val")
+    index = json.loads(sound)
+    assert index == load_index(other)
+    edits: list[Any] = [
+        {**index, "unit_tokens": 16},
+        {**index, "sha256": "0" * 64},
+        {name: value for name, value in index.items() if name != "sha256"},
+        [index],
+    ]
+    for field, value in (("weight_bytes", 1), ("start", 1), ("tokens", 40)):
+        edits.append(json.loads(sound))
+        edits[-1]["sources"]["web"]["groups"][0][field] = value
+    for edited in [*map(canonical_json, edits), json.dumps(index, indent=2).encode(), sound + b"\n"]:
+        path.write_bytes(edited)
+        with pytest.raises(Refusal, match=r"val/index.json: (its content does not have|not the held-out index)"):
+            ValidationRows.open(other, 32, 4)
+    path.write_bytes(sound)
+    ValidationRows.open(other, 32, 4)
 
 
 def test_held_out_text_of_another_line_is_refused(tmp_path: Path, tokenizer: Path, line: DataLine) -> None:

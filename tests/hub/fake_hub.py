@@ -329,6 +329,24 @@ class _Handler(BaseHTTPRequestHandler):
                 time.sleep(min(step, len(body)) / hub.speed_bytes_per_s)
 
 
+class Crowd:
+    """No fault: holds answers with bytes back for a moment, to see how many files are asked for at once."""
+
+    def __init__(self, hold_s: float = 0.2) -> None:
+        self._hold_s, self._lock = hold_s, threading.Lock()
+        self._paths: list[str] = []
+        self.most = 0
+
+    def __call__(self, request: Request) -> None:
+        if request.what == "bytes":
+            with self._lock:
+                self._paths.append(request.path)
+                self.most = max(self.most, len(set(self._paths)))
+            time.sleep(self._hold_s)
+            with self._lock:
+                self._paths.remove(request.path)
+
+
 FILE_FAULTS = ("cut", "flip", "stall", "503", "500", "429", "reset", "ignore_range", "longer", "shorter", "other_range",
                "403", "gzip", "hang")  # fmt: skip
 

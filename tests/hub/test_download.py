@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_hub import FILE_FAULTS, FakeHub, Fault, HubFile, Request, SeededFaults
+from fake_hub import FILE_FAULTS, Crowd, FakeHub, Fault, HubFile, Request, SeededFaults
 
 from nstrain.base.errors import DiskFull
 from nstrain.data.hub import client, patience
@@ -45,7 +46,7 @@ def once(*faults: Fault, what: str = "bytes") -> Callable[[Request], Fault | Non
 
 def fetch(place: Path, settings: SourceSettings, file: PinnedFile) -> list[DownloadProgress]:
     seen: list[DownloadProgress] = []
-    Downloads(place, settings, seen.append).fetch(file)
+    Downloads(place, settings, seen.append).fetch([file])
     assert (place / "web" / file.path).read_bytes() == CONTENT
     assert not list((place / ".parts").iterdir())
     return seen
@@ -78,7 +79,7 @@ def test_a_transfer_resumes_where_another_process_left_it(hub: FakeHub, place: P
     part = downloads._part(pinned())
     part.parent.mkdir(parents=True)
     part.write_bytes(CONTENT[:250_000])
-    downloads.fetch(pinned())
+    downloads.fetch([pinned()])
     assert [r.range_start for r in hub.requests if r.what == "bytes"] == [250_000]
     assert (place / "web" / PATH).read_bytes() == CONTENT
 
@@ -109,7 +110,7 @@ def test_trickling_bytes_are_a_stall(hub: FakeHub, place: Path) -> None:
     seen: list[DownloadProgress] = []
     began = time.monotonic()
     visible = dataclasses.replace(patience.PATIENCE, first_wait_s=1.0, longest_wait_s=1.0)
-    Downloads(place, source(commit), seen.append, visible).fetch(pinned())
+    Downloads(place, source(commit), seen.append, visible).fetch([pinned()])
     assert time.monotonic() - began < 4
     assert any("stalled" in (progress.trouble or "") for progress in seen)
 
@@ -158,14 +159,14 @@ def test_a_file_that_is_nowhere_is_named_with_what_every_place_said(hub: FakeHub
     hub.add(REPO, {PATH: b"other bytes" * 100})
     with pytest.raises(FileVanished, match=r"source web: some/corpus@1{12}/data/a/part 1.parquet .*RevisionNotFound.*"
                        r"some/corpus@main: it has another file there now.*Remedy.*mirrors"):  # fmt: skip
-        Downloads(place, source("1" * 40)).fetch(pinned())
+        Downloads(place, source("1" * 40)).fetch([pinned()])
 
 
 def test_a_file_that_always_comes_with_other_bytes_is_named(hub: FakeHub, place: Path) -> None:
     commit = hub.add(REPO, {PATH: CONTENT})
     hub.fault = lambda r: Fault("flip") if r.what == "bytes" else None
     with pytest.raises(WrongBytes, match=r"its bytes have sha256 [0-9a-f]{64}"):
-        Downloads(place, source(commit)).fetch(pinned())
+        Downloads(place, source(commit)).fetch([pinned()])
     assert not (place / "web" / PATH).exists()
     assert sum(r.what == "bytes" for r in hub.requests) == 2 * patience.PATIENCE.wrong_fetches
 
@@ -175,7 +176,7 @@ def test_never_more_bytes_than_pinned_are_written(hub: FakeHub, place: Path) -> 
     lying = HubFile.of(small)
     hub.add(REPO, {PATH: HubFile(lying.size, lying.sha256, lying.blob_id, CONTENT, True)}, "2" * 40)
     with pytest.raises(WrongBytes, match="says 300000 bytes follow, expected 1000"):
-        Downloads(place, source("2" * 40)).fetch(pinned(small))
+        Downloads(place, source("2" * 40)).fetch([pinned(small)])
 
 
 def test_a_gated_repository_is_named_and_the_token_stays_with_the_hub(
@@ -184,7 +185,7 @@ def test_a_gated_repository_is_named_and_the_token_stays_with_the_hub(
     commit = hub.add(REPO, {PATH: CONTENT})
     hub.tokens[REPO] = "hf_secret"
     with pytest.raises(AccessDenied, match="GatedRepo.*HF_TOKEN"):
-        Downloads(place, source(commit)).fetch(pinned())
+        Downloads(place, source(commit)).fetch([pinned()])
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     hub.requests.clear()
     fetch(place, source(commit), pinned())
@@ -206,10 +207,10 @@ def test_a_server_that_is_not_there_is_waited_for(hub: FakeHub, place: Path, mon
             raise EnoughError(progress.trouble)
 
     with pytest.raises(EnoughError, match="Connection refused"):
-        Downloads(place, source(commit), look).fetch(pinned())
+        Downloads(place, source(commit), look).fetch([pinned()])
     back.start()
     back.join()
-    downloads.fetch(pinned())
+    downloads.fetch([pinned()])
 
 
 def test_a_proxy_of_the_environment_is_used(hub: FakeHub, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +237,7 @@ def test_a_stop_does_not_wait_for_a_server_that_does_not_answer(hub: FakeHub, pl
 
     slow = dataclasses.replace(patience.PATIENCE, connect_s=60.0, read_s=60.0)
     with pytest.raises(StopError):
-        Downloads(place, source(commit), stop, slow).fetch(pinned())
+        Downloads(place, source(commit), stop, slow).fetch([pinned()])
     assert time.monotonic() - began < 3
 
 
@@ -245,7 +246,7 @@ def test_a_full_disk_is_said_before_it_is_full(hub: FakeHub, place: Path, monkey
     free = patience.PATIENCE
     monkeypatch.setattr(patience, "PATIENCE", dataclasses.replace(free, reserve_bytes=1 << 60))
     with pytest.raises(DiskFull, match="300,000"):
-        Downloads(place, source(commit)).fetch(pinned())
+        Downloads(place, source(commit)).fetch([pinned()])
     assert not any(r.what == "bytes" for r in hub.requests)
 
 
@@ -255,7 +256,8 @@ def test_several_files_come_at_once_and_no_more_than_may_lie_unused(
     contents = {f"d/{i:03d}": random.Random(i).randbytes(20_000 + i) for i in range(30)}
     commit = hub.add(REPO, contents)
     monkeypatch.setattr(patience, "PATIENCE", dataclasses.replace(patience.PATIENCE, ahead_files=5))
-    downloads = Downloads(place, source(commit))
+    downloads, crowd = Downloads(place, source(commit)), Crowd()
+    hub.fault = crowd
     files = [PinnedFile(p, len(c), hashlib.sha256(c).hexdigest(), 0, 0, 0) for p, c in contents.items()]
     got, most = [], 0
     for batch in downloads.fetched(files):
@@ -266,8 +268,47 @@ def test_several_files_come_at_once_and_no_more_than_may_lie_unused(
             downloads.release(file)
             got.append(file.path)
     assert sorted(got) == sorted(contents)
-    assert most <= 10  # a batch in use, and as many ahead
+    assert 1 < most <= 5
+    assert crowd.most == patience.PATIENCE.parallel_files
     assert not [path for path in (place / "web").rglob("*") if path.is_file()]
+
+
+def test_files_come_while_others_are_used_until_too_many_lie_unused(
+    hub: FakeHub, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = {f"d/{i:03d}": random.Random(i).randbytes(20_000 + i) for i in range(12)}
+    commit = hub.add(REPO, contents)
+    monkeypatch.setattr(patience, "PATIENCE", dataclasses.replace(patience.PATIENCE, ahead_files=5))
+    downloads = Downloads(place, source(commit))
+    files = [PinnedFile(p, len(c), hashlib.sha256(c).hexdigest(), 0, 0, 0) for p, c in contents.items()]
+    busy = True
+    given: list[PinnedFile] = []
+    with contextlib.closing(downloads.fetched(files, lambda: busy)) as coming:
+
+        def take_until(count: int) -> None:
+            """Take what comes; then look a while longer whether more does."""
+            deadline = time.monotonic() + 10
+            while len(given) < count and time.monotonic() < deadline:
+                given.extend(next(coming))
+            for _ in range(10):
+                began = time.monotonic()
+                given.extend(next(coming))
+                assert time.monotonic() - began < 0.1, "it waited although its user is busy"
+                time.sleep(0.02)
+            assert len(given) == count
+
+        take_until(5)
+        for file in given[:2]:
+            downloads.release(file)
+        take_until(7)
+        busy = False  # now nobody works on those that were given, and still there is no standstill
+        for batch in coming:
+            given.extend(batch)
+    assert sorted(file.path for file in given) == sorted(contents)
+    assert sum(1 for path in (place / "web").rglob("*") if path.is_file()) == 10
+    downloads.clear()
+    downloads.fetch(files)  # to stay: no limit
+    assert sum(1 for path in (place / "web").rglob("*") if path.is_file()) == 12
 
 
 def test_calling_off_is_quick_and_keeps_the_part(hub: FakeHub, place: Path) -> None:
@@ -284,7 +325,7 @@ def test_calling_off_is_quick_and_keeps_the_part(hub: FakeHub, place: Path) -> N
     downloads = Downloads(place, source(commit), stop, dataclasses.replace(patience.PATIENCE, read_s=20.0))
     began = time.monotonic()
     with pytest.raises(StopError):
-        downloads.fetch(pinned())
+        downloads.fetch([pinned()])
     assert time.monotonic() - began < 2
     hub.fault = lambda r: None
     hub.requests.clear()
@@ -310,7 +351,7 @@ def test_offline_is_named_and_the_library_s_cache_is_used(
     commit = hub.add(REPO, {PATH: CONTENT})
     monkeypatch.setattr(client, "is_offline", lambda: True)
     with pytest.raises(Exception, match="HF_HUB_OFFLINE"):
-        Downloads(place, source(commit)).fetch(pinned())
+        Downloads(place, source(commit)).fetch([pinned()])
     cache = Path(os.environ["HF_HOME"]) / "hub" / "datasets--some--corpus" / "snapshots" / commit
     (cache / PATH).parent.mkdir(parents=True)
     (cache / PATH).write_bytes(CONTENT)

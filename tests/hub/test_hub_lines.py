@@ -14,7 +14,7 @@ from pathlib import Path
 import hub_lines
 import minicpm_hub
 import pytest
-from fake_hub import FakeHub, Fault, SeededFaults
+from fake_hub import Crowd, FakeHub, Fault, SeededFaults
 from hub_lines import UNIT, build, command, make_line, prepare, preparer_child, result, some_recipe, status_of
 
 from nstrain.base.errors import ExitCode, Refusal
@@ -22,6 +22,7 @@ from nstrain.data.branch import branch_line
 from nstrain.data.hub import patience
 from nstrain.data.hub.errors import AccessDenied, FileVanished, HubRefusal
 from nstrain.data.line import DataLine
+from nstrain.data.manifest import files_taken
 from nstrain.data.preparer import PreparerStatus
 from nstrain.data.readers import MissingColumn
 from nstrain.data.rebuild import rebuild_cycle, rebuild_in_line
@@ -77,7 +78,7 @@ def test_the_default_command_as_typed(corpora: FakeHub, tmp_path: Path, tokenize
     manifest = tmp_path / "away" / "manifest.json"
     manifest.parent.mkdir()
     shutil.copy(line.manifest_path(1), manifest)
-    rebuild_cycle(manifest, tokenizer, {}, manifest.parent / "cycle")
+    rebuild_cycle(manifest, tokenizer, {}, manifest.parent / "cycle", workers=0)
     again = {path.name: path.read_bytes() for path in (manifest.parent / "cycle").iterdir()}
     assert again == {path.name: path.read_bytes() for path in line.cycle_directory(1).iterdir()}
     assert sorted(p.name for p in manifest.parent.iterdir()) == ["cycle", "manifest.json"]
@@ -171,10 +172,46 @@ def test_a_branch_and_a_rebuild_fetch_again(
         assert fetched(branch.work) == []
     assert branches[0] == branches[1]
     corpora.requests.clear()
-    rebuild_in_line(line, 2, tmp_path / "again")
+    rebuild_in_line(line, 2, tmp_path / "again", workers=2)
     assert any(request.what == "bytes" for request in corpora.requests)
     for path in line.cycle_directory(2).iterdir():
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_rebuild_fetches_files_ahead(
+    corpora: FakeHub, undisturbed: DataLine, tmp_path: Path, tokenizer: Path, workers: int
+) -> None:
+    """As the preparer does, and like it no file that the cycle takes nothing of."""
+    manifest = undisturbed.manifest_path(1)
+    crowd = corpora.fault = Crowd()
+    rebuild_cycle(manifest, tokenizer, {}, tmp_path / "cycle", workers=workers)
+    assert crowd.most > 1
+    for path in undisturbed.cycle_directory(1).iterdir():
+        assert (tmp_path / "cycle" / path.name).read_bytes() == path.read_bytes()
+    sources = json.loads(manifest.read_bytes())["sources"]
+    taken = {undisturbed.listing(name).file(*at).path for name in sources for at in files_taken(sources[name])}
+    assert {request.path for request in corpora.requests if request.what == "bytes"} == taken
+    assert [path.name for path in tmp_path.iterdir()] == ["cycle"]
+
+
+def test_a_rebuild_that_failed_goes_on_where_it_stopped(
+    corpora: FakeHub, undisturbed: DataLine, tmp_path: Path, tokenizer: Path
+) -> None:
+    manifest, last = undisturbed.manifest_path(2), undisturbed.source_names[-1]
+    gone = {file.path for files in undisturbed.listing(last).files for file in files}
+    corpora.fault = lambda r: Fault("404") if r.path in gone else None
+    with pytest.raises(FileVanished, match=f"source {last}: "):
+        rebuild_cycle(manifest, tokenizer, {}, tmp_path / "cycle", workers=0)
+    assert not (tmp_path / "cycle").exists()
+    corpora.fault = lambda request: None
+    before = [request.path for request in corpora.requests if request.what == "bytes"]
+    corpora.requests.clear()
+    rebuild_cycle(manifest, tokenizer, {}, tmp_path / "cycle", workers=0)
+    after = [request.path for request in corpora.requests if request.what == "bytes"]
+    assert set(after) <= gone
+    assert len(before) > len(after) > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["cycle"]
 
 
 def test_a_pinned_revision_that_vanishes_is_survived_or_named(

@@ -126,11 +126,27 @@ def hippocampal_layer(h: Tensor, p: Table, c) -> Tensor:
     g = torch.log1p((gain + p["read_gain_bias"][:, None]).exp())[..., None]
     mixed = (g * pi * read + (1 - pi) * v).transpose(1, 2).reshape(rows, tokens, d)
     h = h + (release(x @ p["w_gate"].T, p["gate_log_threshold"], 0, levels, margin) * mixed) @ p["w_o"].T
+    if "memory_table" in p:
+        h = h + memory(x, p, c)
 
     s = release(rms(h, c.norm_eps) * p["ffn_norm"], p["ffn_in_log_threshold"], -levels, levels, margin)
     gate = release(s @ p["w_ffn_gate"].T, p["ffn_gate_log_threshold"], 0, levels, margin)
     up = release(s @ p["w_ffn_up"].T, p["ffn_up_log_threshold"], -levels, levels, margin)
     return h + (gate * up) @ p["w_ffn_down"].T
+
+
+def memory(x: Tensor, p: Table, c) -> Tensor:
+    """What the product-key memory adds: every slot is scored, the best by (logit, lowest slot) are read."""
+    query = (x @ p["w_memory_query"].T).view(*x.shape[:-1], c.memory_heads, 2, c.memory_query_width // 2)
+    query = rms(query, c.norm_eps)
+    keys = p["w_memory_keys"].view(c.memory_heads, 2, c.memory_keys, -1)
+    score = (query[..., None, :] * keys).sum(-1)
+    logit = (score[..., 0, :, None] + score[..., 1, None, :]).flatten(-2)
+    slots = logit.detach().sort(dim=-1, descending=True, stable=True).indices[..., : c.memory_top_k]
+    weights = torch.zeros_like(logit).scatter(-1, slots, logit.gather(-1, slots).softmax(-1))
+    read = torch.einsum("...hs,sv->...v", weights, p["memory_table"])
+    gate = torch.sigmoid(x @ p["w_memory_gate"].T + p["memory_gate_bias"])
+    return gate * (read @ p["w_memory_out"].T)
 
 
 def token_losses(tokens: Tensor, parameters: Table, c) -> Tensor:

@@ -306,6 +306,7 @@ def test_starting_leaks() -> None:
 
 def test_neurons_fire_within_their_range_on_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     from neuronspark import neuron
+    from neuronspark.kernels import gated_release, norm_release, release_product
 
     rates: list[tuple[bool, float]] = []
     original = neuron.release
@@ -315,7 +316,8 @@ def test_neurons_fire_within_their_range_on_the_first_batch(monkeypatch: pytest.
         rates.append((lowest < 0, (out != 0).double().mean().item()))
         return out
 
-    monkeypatch.setattr(neuron, "release", counted)
+    for module in (neuron, gated_release, norm_release, release_product):
+        monkeypatch.setattr(module, "release", counted)
     config = small_config("DDDHDDDH", width=128, state_groups=1)
     build(config).token_losses(rows_of(config, 4, 128))
     assert len(rates) == 6 + 2 * 4

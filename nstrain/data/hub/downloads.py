@@ -75,48 +75,61 @@ class Downloads:
         self.directory, self.source = directory, source
         self._on_progress, self._limits = on_progress, limits or patience()
         self._verified: set[str] = set()
+        self._unused: dict[str, PinnedFile] = {}
+        """What `fetched` has fetched and given, by path, until it is released."""
 
     @property
     def root(self) -> Path:
         """Where the source's files lie."""
         return self.directory / self.source.name
 
-    def fetch(self, file: PinnedFile) -> None:
-        """Have one file on the disk. Raises as `fetched` does."""
-        for _ in self.fetched([file]):
+    def fetch(self, files: Sequence[PinnedFile]) -> None:
+        """Have files on the disk, several at once; they stay. Raises as `fetched` does."""
+        for _ in self._arriving(files, None, lambda: False):
             pass
 
-    def fetched(self, files: Sequence[PinnedFile]) -> Generator[list[PinnedFile], None, None]:
-        """Have files on the disk, several at once, and give those that have come; the rest comes while they are used.
+    def fetched(
+        self, files: Sequence[PinnedFile], busy: Callable[[], bool] = lambda: False
+    ) -> Generator[list[PinnedFile], None, None]:
+        """Give files as they come, while more come: no more than may be fetched and not released at a time.
 
-        Closed before its end, it calls off what is still coming.
-
-        Raises `AccessDenied`, `FileVanished`, `WrongBytes`, `Offline`, or `DiskFull`.
+        While `busy()` it does not wait, and gives none if none has come. Closed before its end, it calls off what is
+        still coming. Raises `AccessDenied`, `FileVanished`, `WrongBytes`, `Offline`, or `DiskFull`.
         """
-        here = [file for file in files if file.path in self._verified]
+        self._unused = {}
+        yield from self._arriving(files, self._unused, busy)
+
+    def _arriving(
+        self, files: Sequence[PinnedFile], unused: dict[str, PinnedFile] | None, busy: Callable[[], bool]
+    ) -> Generator[list[PinnedFile], None, None]:
+        """The loop of `fetch`, which keeps no account of what is `unused`, and of `fetched`."""
+        come = [file for file in files if file.path in self._verified]
         waiting = deque(file for file in files if file.path not in self._verified)
-        if here:
-            yield here
         if not waiting:
+            if come:
+                yield come
             return
         cancel, meter = Cancel(), _Meter(self.source.name, list(waiting), self._limits, self._part)
         with ThreadPoolExecutor(self._limits.parallel_files, "download") as threads:
             coming: dict[Future[None], PinnedFile] = {}
             try:
-                while waiting or coming:
-                    while waiting and self._may_start(waiting[0], list(coming.values())):
+                while waiting or coming or come:
+                    while waiting and (
+                        (not coming and not busy())  # whoever gets them waits for one
+                        or self._fits(waiting[0], [*coming.values(), *(unused or {}).values()])
+                    ):
                         file = waiting.popleft()
                         coming[threads.submit(self._download, file, cancel, meter)] = file
                     self._on_progress(meter.now())
-                    done = wait(coming, TICK_S, FIRST_COMPLETED).done
+                    yield come
+                    done = wait(coming, 0.0 if busy() else TICK_S, FIRST_COMPLETED).done
                     come = []
                     for future in [future for future in coming if future in done]:
                         future.result()
                         come.append(coming.pop(future))
-                    if come:
-                        self._verified.update(file.path for file in come)
-                        yield come
-                self._on_progress(meter.now())
+                    self._verified.update(file.path for file in come)
+                    if unused is not None:
+                        unused.update((file.path, file) for file in come)
             finally:
                 cancel.cancel()
                 for future in coming:
@@ -125,18 +138,19 @@ class Downloads:
     def release(self, file: PinnedFile) -> None:
         """Delete a file that nobody will read again (not its directory: the next file may be on its way there)."""
         self._verified.discard(file.path)
+        self._unused.pop(file.path, None)
         resolve_inside(self.root, file.path).unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Delete every whole file of the source; parts stay, to be gone on with."""
         self._verified.clear()
+        self._unused.clear()
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def _may_start(self, file: PinnedFile, coming: Sequence[PinnedFile]) -> bool:
-        if not coming:
-            return True
-        fits = sum(other.size for other in coming) + file.size <= self._limits.ahead_bytes
-        return fits and len(coming) < self._limits.ahead_files
+    def _fits(self, file: PinnedFile, ahead: Sequence[PinnedFile]) -> bool:
+        """Whether a file may come beside those that come or lie there unused."""
+        total = sum(other.size for other in ahead) + file.size
+        return total <= self._limits.ahead_bytes and len(ahead) < self._limits.ahead_files
 
     def _part(self, file: PinnedFile) -> Path:
         key = hashlib.blake2b(canonical_json([self.source.name, file.path, file.sha256]), digest_size=16)

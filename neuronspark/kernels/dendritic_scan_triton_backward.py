@@ -1,0 +1,332 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Backward kernels of the dendritic scan; `dendritic_scan_triton` holds the design.
+
+Shapes: B rows, L tokens, c chunks, Q tokens a chunk, H heads, G groups, P compartments, N states.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from neuronspark.kernels import launch
+from neuronspark.kernels.dendritic_scan_triton_forward import Sizes, load_state, state_gradients, type_class, within
+from neuronspark.kernels.exponential import LOWEST_LOG
+from neuronspark.kernels.launch import ANY, Launch
+
+GRADIENT_PROGRAMS_WANTED = 1024
+"""A group's heads are split in blocks until there are this many programs: a few waves of a large card."""
+
+for _bits in ("16-bit", "32-bit"):
+    launch.register(f"dendritic_scan_gradients/{_bits}", {ANY: Launch({}, 4, 2 if _bits == "16-bit" else 1)})
+    launch.register(f"dendritic_scan_decay_gradients/{_bits}", {ANY: Launch({"BLOCK_H": 16}, 4)})
+    launch.register(f"dendritic_scan_part_sums/{_bits}", {ANY: Launch({"BLOCK": 1024}, 4)})
+
+
+def block_heads(sizes: Sizes) -> int:
+    """Heads that one program adds up: a rule of the shape alone."""
+    group_heads = sizes.heads // sizes.groups
+    blocks = -(-GRADIENT_PROGRAMS_WANTED // (2 * sizes.rows * sizes.chunks * sizes.groups))
+    return -(-group_heads // min(blocks, group_heads, 8))
+
+
+# --- kernels -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def last_range(SIZE: tl.constexpr, count):
+    """0 ... SIZE - 1, such that the compiler takes it for another range than tl.arange(0, SIZE).
+
+    What is computed from the plain one before a loop (addresses, masks) is kept in registers for what comes after it.
+    """
+    return tl.arange(0, SIZE) + tl.minimum(count, 0)
+
+
+@triton.jit
+def gradients_kernel(
+    v,
+    b,
+    c,
+    dy,
+    skip,
+    logs,
+    factors,
+    states,
+    dstates,
+    dv,
+    bc_parts,
+    column_sums,
+    column_sums_across,
+    row_sums,
+    row_sums_across,
+    end_flow,
+    skip_parts,
+    part_size,
+    tokens,
+    heads,
+    chunks,
+    groups,
+    group_heads,
+    head_block,
+    v_row,
+    v_token,
+    v_head,
+    b_row,
+    b_token,
+    b_group,
+    c_row,
+    c_token,
+    c_group,
+    dy_row,
+    dy_token,
+    dy_head,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The gradients of one chunk over a block of its group's heads.
+
+    Two programs share the work, side by side so that the second to read a tile finds it in the L2 cache: the even one
+    takes the pairs of tokens inside the chunk, and dv; the odd one takes what goes through the states.
+    """
+    at_chunk = (tl.program_id(0) // 2).to(tl.int64)
+    row = at_chunk // chunks
+    chunk = (at_chunk % chunks).to(tl.int32)
+    group = tl.program_id(2)
+    first = group * group_heads + tl.program_id(1) * head_block
+    count = tl.minimum(head_block, (group + 1) * group_heads - first)
+    q = tl.arange(0, BLOCK_Q)
+    n = tl.arange(0, BLOCK_N)
+    p = tl.arange(0, BLOCK_P)
+    token = (chunk * BLOCK_Q).to(tl.int64)
+    inside = (chunk * BLOCK_Q + q < tokens)[:, None]
+    inside_N = within(inside, n, N, BLOCK_N)
+    inside_P = within(inside, p, P, BLOCK_P)
+    v += row * v_row + token * v_token
+    dy += row * dy_row + token * dy_token
+    dv += (row * tokens + token) * heads * P
+    states += at_chunk * heads * (N * P)
+    dstates += at_chunk * heads * (N * P)
+    end_flow += at_chunk * heads
+    skip_parts += at_chunk * heads
+    b_at = b + row * b_row + token * b_token + group * b_group + q[:, None] * b_token + n[None, :]
+    c_at = c + row * c_row + token * c_token + group * c_group + q[:, None] * c_token + n[None, :]
+    b_QN = tl.load(b_at, mask=inside_N, other=0.0)
+    c_QN = tl.load(c_at, mask=inside_N, other=0.0)
+    bc_parts += (tl.program_id(1) * 2 + tl.program_id(0) % 2).to(tl.int64) * 2 * part_size
+    bc_parts += ((row * tokens + token) * groups + group) * N
+
+    if tl.program_id(0) % 2 == 0:
+        # Tiles are [j, i]: i the token of y, j <= i that of v.
+        scores_QQ = tl.dot(b_QN, tl.trans(c_QN), input_precision="ieee")
+        scores_QQ = tl.where(q[None, :] >= q[:, None], scores_QQ, 0.0)
+        dscores_QQ = tl.zeros((BLOCK_Q, BLOCK_Q), tl.float32)
+        for index in range(count):
+            head = first + index
+            v_QP = tl.load(v + head * v_head + q[:, None] * v_token + p[None, :], mask=inside_P, other=0.0)
+            dy_QP = tl.load(dy + head * dy_head + q[:, None] * dy_token + p[None, :], mask=inside_P, other=0.0)
+            dS_NP = load_state(dstates + head * (N * P), n, p, N, P, BLOCK_N, BLOCK_P)
+            at_head = ((row * heads + head) * chunks + chunk) * BLOCK_Q
+            s_Q = tl.load(logs + at_head + q)
+            f_Q = tl.load(factors + at_head + q)
+            total = tl.load(logs + at_head + BLOCK_Q - 1)
+            dmixing_QQ = tl.dot(v_QP, tl.trans(dy_QP), input_precision="ieee")
+            # Above 0 only where i < j, and there the scores are 0: no select in the loop.
+            decay_QQ = tl.exp2(tl.minimum(s_Q[None, :] - s_Q[:, None], 0.0))
+            mixing_QQ = (scores_QQ * decay_QQ).to(v_QP.dtype)
+            dmixing_QQ *= decay_QQ
+            dscores_QQ += dmixing_QQ * f_Q[:, None]
+            flow_QQ = dmixing_QQ * scores_QQ
+            tl.store(column_sums + at_head + q, tl.sum(flow_QQ, axis=1))
+            tl.store(row_sums + at_head + q, tl.sum(flow_QQ * f_Q[:, None], axis=0))
+            dx_QP = tl.dot(b_QN, dS_NP, input_precision="ieee") * tl.exp2(total - s_Q)[:, None]
+            dx_QP = tl.dot(mixing_QQ, dy_QP, dx_QP, input_precision="ieee")
+            dv_QP = dx_QP * f_Q[:, None] + dy_QP * tl.load(skip + head).to(tl.float32)
+            at_v = q[:, None] * (heads * P) + p[None, :]
+            tl.store(dv + head * P + at_v, dv_QP.to(dv.dtype.element_ty), mask=inside_P)
+        i = last_range(BLOCK_Q, count)
+        dscores = tl.where(i[None, :] >= i[:, None], dscores_QQ, 0.0).to(b_QN.dtype)
+        db_QN = tl.dot(dscores, c_QN, input_precision="ieee")
+        dc_QN = tl.trans(tl.dot(tl.trans(b_QN), dscores, input_precision="ieee"))
+    else:
+        db_QN = tl.zeros((BLOCK_Q, BLOCK_N), tl.float32)
+        dc_QN = tl.zeros((BLOCK_Q, BLOCK_N), tl.float32)
+        for index in range(count):
+            head = first + index
+            v_QP = tl.load(v + head * v_head + q[:, None] * v_token + p[None, :], mask=inside_P, other=0.0)
+            dS_NP = load_state(dstates + head * (N * P), n, p, N, P, BLOCK_N, BLOCK_P)
+            dy_QP = tl.load(dy + head * dy_head + q[:, None] * dy_token + p[None, :], mask=inside_P, other=0.0)
+            S_NP = load_state(states + head * (N * P), n, p, N, P, BLOCK_N, BLOCK_P)
+            at_head = ((row * heads + head) * chunks + chunk) * BLOCK_Q
+            s_Q = tl.load(logs + at_head + q)
+            f_Q = tl.load(factors + at_head + q)
+            total = tl.load(logs + at_head + BLOCK_Q - 1)
+            through_N = tl.sum(S_NP.to(tl.float32) * dS_NP.to(tl.float32), axis=1)
+            tl.store(end_flow + head, tl.exp2(total) * tl.sum(through_N, axis=0))
+            dskip_Q = tl.sum(v_QP.to(tl.float32) * dy_QP.to(tl.float32), axis=1)
+            tl.store(skip_parts + head, tl.sum(dskip_Q, axis=0))
+            to_end_Q = tl.exp2(total - s_Q)
+            from_start_Q = tl.exp2(s_Q)
+            # b dS again, and c S, where b and c of the products below would do: those would stay in registers.
+            dx_QP = tl.dot(b_QN, dS_NP, input_precision="ieee")
+            tl.store(column_sums_across + at_head + q, to_end_Q * tl.sum(dx_QP * v_QP, axis=1))
+            y_QP = tl.dot(c_QN, S_NP, input_precision="ieee")
+            tl.store(row_sums_across + at_head + q, from_start_Q * tl.sum(y_QP * dy_QP, axis=1))
+            db_QN += tl.dot(v_QP, tl.trans(dS_NP), input_precision="ieee") * (f_Q * to_end_Q)[:, None]
+            dc_QN += tl.dot(dy_QP, tl.trans(S_NP), input_precision="ieee") * from_start_Q[:, None]
+    i = last_range(BLOCK_Q, count)
+    part_at = bc_parts + i[:, None] * (groups * N) + n[None, :]
+    part_mask = within((chunk * BLOCK_Q + i < tokens)[:, None], n, N, BLOCK_N)
+    tl.store(part_at, db_QN, mask=part_mask)
+    tl.store(part_at + part_size, dc_QN, mask=part_mask)
+
+
+@triton.jit
+def decay_gradients_kernel(
+    log_decay,
+    factors,
+    column_sums,
+    column_sums_across,
+    row_sums,
+    row_sums_across,
+    end_flow,
+    dlog_decay,
+    dfactor,
+    tokens,
+    heads,
+    chunks,
+    decay_row,
+    decay_token,
+    decay_head,
+    LOWEST: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """The sums over a chunk that make dlog_decay, and dfactor; [B, H, c Q] -> [B, L, H]."""
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    chunk = tl.program_id(0) % chunks
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    token = chunk * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    inside = (token < tokens)[:, None] & (h < heads)[None, :]
+    at_head = (row * heads + h[None, :]) * chunks * BLOCK_Q + token[:, None]
+    f_QH = tl.load(factors + at_head, mask=inside, other=0.0)
+    column_QH = tl.load(column_sums + at_head, mask=inside, other=0.0)
+    across_QH = tl.load(column_sums_across + at_head, mask=inside, other=0.0)
+    row_QH = tl.load(row_sums + at_head, mask=inside, other=0.0)
+    row_across_QH = tl.load(row_sums_across + at_head, mask=inside, other=0.0)
+    through_H = tl.load(end_flow + (row * chunks + chunk) * heads + h, mask=h < heads, other=0.0)
+    a_QH = tl.load(
+        log_decay + row * decay_row + token.to(tl.int64)[:, None] * decay_token + h[None, :] * decay_head,
+        mask=inside,
+        other=0.0,
+    )
+    outgoing_QH = f_QH * across_QH
+    later_QH = tl.cumsum(row_across_QH + (row_QH - f_QH * column_QH), axis=0, reverse=True)
+    earlier_QH = tl.cumsum(outgoing_QH, axis=0) - outgoing_QH
+    da_QH = tl.where(a_QH < LOWEST, 0.0, later_QH + earlier_QH + through_H[None, :])
+    to = (row * tokens + token[:, None]) * heads + h[None, :]
+    tl.store(dlog_decay + to, da_QH, mask=inside)
+    tl.store(dfactor + to, column_QH + across_QH, mask=inside)
+
+
+@triton.jit
+def part_sums_kernel(parts, sums, count, size, BLOCK: tl.constexpr):
+    """Adds `count` parts of `size` elements in their order."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in range(count):
+        total += tl.load(parts + part * size + at, mask=at < size, other=0.0)
+    tl.store(sums + at, total.to(sums.dtype.element_ty), mask=at < size)
+
+
+# --- on the host ---------------------------------------------------------------------------------------------
+
+
+def gradients(
+    v: Tensor,
+    log_decay: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor,
+    logs: Tensor,
+    factors: Tensor,
+    states: Tensor,
+    dy: Tensor,
+    sizes: Sizes,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dv, dlog_decay, dfactor, db, dc, dskip)."""
+    dstates = state_gradients(c, dy, logs, factors, sizes)
+    head_block = block_heads(sizes)
+    head_blocks = -(-sizes.heads // sizes.groups // head_block)
+    dv = v.new_empty(v.shape)
+    bc_parts = logs.new_empty(2 * head_blocks, 2, sizes.rows, sizes.tokens, sizes.groups, sizes.states)
+    sums = [torch.empty_like(logs) for _ in range(4)]
+    end_flow, skip_parts = (logs.new_empty(sizes.rows, sizes.chunks, sizes.heads) for _ in range(2))
+    chosen = launch.pinned(f"dendritic_scan_gradients/{type_class(sizes.dtype)}", v.device)
+    gradients_kernel[(2 * sizes.rows * sizes.chunks, head_blocks, sizes.groups)](
+        v,
+        b,
+        c,
+        dy,
+        skip,
+        logs,
+        factors,
+        states,
+        dstates,
+        dv,
+        bc_parts,
+        *sums,
+        end_flow,
+        skip_parts,
+        b.numel(),
+        sizes.tokens,
+        sizes.heads,
+        sizes.chunks,
+        sizes.groups,
+        sizes.heads // sizes.groups,
+        head_block,
+        *v.stride()[:3],
+        *b.stride()[:3],
+        *c.stride()[:3],
+        *dy.stride()[:3],
+        **sizes.blocks(),
+        **chosen.options(),
+    )
+    db, dc = _sum_parts(bc_parts, sizes).unbind()
+    dlog_decay, dfactor = _decay_gradients(log_decay, factors, sums, end_flow, sizes)
+    return dv, dlog_decay, dfactor, db, dc, skip_parts.sum((0, 1))
+
+
+def _sum_parts(parts: Tensor, sizes: Sizes) -> Tensor:
+    sums = parts.new_empty(parts.shape[1:], dtype=sizes.dtype)
+    chosen = launch.pinned(f"dendritic_scan_part_sums/{type_class(sizes.dtype)}", parts.device)
+    grid = (triton.cdiv(sums.numel(), chosen.blocks["BLOCK"]),)
+    part_sums_kernel[grid](parts, sums, parts.shape[0], sums.numel(), **chosen.options())
+    return sums
+
+
+def _decay_gradients(
+    log_decay: Tensor, factors: Tensor, sums: list[Tensor], end_flow: Tensor, sizes: Sizes
+) -> tuple[Tensor, Tensor]:
+    dlog_decay, dfactor = (factors.new_empty(log_decay.shape) for _ in range(2))
+    chosen = launch.pinned(f"dendritic_scan_decay_gradients/{type_class(sizes.dtype)}", log_decay.device)
+    decay_gradients_kernel[(sizes.rows * sizes.chunks, triton.cdiv(sizes.heads, chosen.blocks["BLOCK_H"]))](
+        log_decay,
+        factors,
+        *sums,
+        end_flow,
+        dlog_decay,
+        dfactor,
+        sizes.tokens,
+        sizes.heads,
+        sizes.chunks,
+        *log_decay.stride(),
+        LOWEST=LOWEST_LOG,
+        BLOCK_Q=sizes.chunk,
+        **chosen.options(),
+    )
+    return dlog_decay, dfactor

@@ -1,0 +1,223 @@
+"""`nstrain bench`: how fast a model trains here, on random tokens, as a line would train it.
+
+An update is what a line's is: `accum` micro-batches of `rows` rows, the norms, AdamW, by the same engine. Rates are of
+the updates after the first two, each timed by the host from its first micro-batch to its readings, which wait for the
+device. On a GPU the ceilings are measured in the same run, before the memory is taken.
+
+With a profile one more update runs under CUPTI: time by kernel, and the idle share - the part of the update's span in
+which no kernel ran.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from nstrain.base.errors import Refusal
+from nstrain.settings.model import validate
+from nstrain.settings.run import LengthSettings, ModelSettings, OptimizerSettings
+from nstrain.train.determinism import enter_deterministic_mode
+from nstrain.train.engine import EagerEngine, TokenRows, train_update
+from nstrain.train.model import build, model_cost
+
+WARM_UP_UPDATES = 2
+Recompute = Literal["none", "dendritic", "all"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchPlan:
+    """What is to be timed."""
+
+    model: str
+    """A preset's name."""
+    row_tokens: int
+    rows: int
+    """Rows of a micro-batch."""
+    accum: int
+    """Micro-batches of an update."""
+    recompute: Recompute
+    updates: int = 5
+    """Updates that are timed, after the warm-up."""
+    device: str = "cuda"
+    threads: int = 1
+    hold_bytes: int | None = None
+    """What the arena holds beforehand on a GPU; null: all that is free but a slack."""
+    eager: bool = False
+    """Run operator by operator on a GPU as well."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelTime:
+    """Device time of one kernel in an update."""
+
+    name: str
+    ms: float
+    calls: int
+    share: float
+    """Of the update's span."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Where an update's time goes."""
+
+    span_ms: float
+    """From the first kernel's start to the last one's end."""
+    idle_share: float
+    """Part of the span in which no kernel ran."""
+    kernels: list[KernelTime]
+    """Longest first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchResult:
+    """What was measured."""
+
+    plan: BenchPlan
+    device: str
+    versions: dict[str, str]
+    parameters: int
+    tokens_per_update: int
+    update_s: float
+    """Median of the timed updates."""
+    tokens_per_s: float
+    model_tflop_s: float
+    """Model FLOPs (`model show`), recomputation not counted, in 1e12 a second."""
+    six_n_tflop_s: float
+    """6 x parameters x tokens a second, in 1e12 a second: what is often quoted."""
+    peak_gib: float | None
+    """Most memory in use at once, weights and optimizer included; null on a CPU."""
+    copy_tb_s: float | None
+    bf16_tflop_s: float | None
+    """The card's ceilings, measured in this run; null on a CPU."""
+    losses: list[float]
+    """Of all updates: they must fall, or at least be finite."""
+    profile: Profile | None
+
+    @property
+    def share(self) -> float | None:
+        """Model FLOPs over the card's measured product rate."""
+        return None if self.bf16_tflop_s is None else self.model_tflop_s / self.bf16_tflop_s
+
+
+def bench(plan: BenchPlan, profile: bool = False, tell: Callable[[str], None] = lambda _: None) -> BenchResult:
+    """Time a plan. Raises `Refusal` for a model or device that is not there."""
+    if plan.device == "cuda" and not torch.cuda.is_available():
+        raise Refusal("torch finds no CUDA device here; --device cpu times the eager engine")
+    enter_deterministic_mode(plan.threads)
+    cost = model_cost(plan.model, plan.row_tokens)
+    if plan.row_tokens > cost.row_tokens:
+        raise Refusal(f"{plan.model} reads rows of {cost.row_tokens:,} tokens at most, not {plan.row_tokens:,}")
+    ceilings = None
+    if plan.device == "cuda":
+        from nstrain.gpu.ceilings import measure_ceilings
+
+        tell("measuring the card's ceilings")
+        ceilings = measure_ceilings()
+        torch.cuda.empty_cache()
+    tell(f"building {plan.model}: {cost.parameters:,} parameters")
+    vocabulary = int(cost.config["vocab_size"])
+    engine = _engine(plan, cost.config, vocabulary)
+    if plan.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds, losses = [], []
+    for number in range(WARM_UP_UPDATES + plan.updates):
+        rows = _rows(plan, vocabulary, number)
+        began = time.perf_counter()
+        losses.append(train_update(engine, rows, plan.rows, 1e-4, 0.1).loss)
+        seconds.append(time.perf_counter() - began)
+        tell(f"update {number + 1}: {seconds[-1]:.2f} s, loss {losses[-1]:.3f}")
+    tokens = plan.accum * plan.rows * plan.row_tokens
+    update_s = statistics.median(seconds[WARM_UP_UPDATES:])
+    return BenchResult(
+        plan=plan,
+        device=torch.cuda.get_device_name() if plan.device == "cuda" else "CPU",
+        versions={"torch": torch.__version__, "triton": _triton_version()},
+        parameters=cost.parameters,
+        tokens_per_update=tokens,
+        update_s=update_s,
+        tokens_per_s=tokens / update_s,
+        model_tflop_s=cost.flops_per_token * tokens / update_s / 1e12,
+        six_n_tflop_s=6 * cost.parameters * tokens / update_s / 1e12,
+        peak_gib=_peak_gib(engine) if plan.device == "cuda" else None,
+        copy_tb_s=ceilings.copy_tb_s if ceilings else None,
+        bf16_tflop_s=ceilings.bf16_tflop_s if ceilings else None,
+        losses=losses,
+        profile=_profiled(engine, plan, vocabulary) if profile else None,
+    )
+
+
+def _engine(plan: BenchPlan, config: dict[str, Any], vocabulary: int) -> EagerEngine:
+    model = build(ModelSettings(preset=plan.model, config=config), vocabulary, plan.device, seed=0)
+    optimizer = validate(OptimizerSettings, {"clip_norm": 1.0}, "optimizer")
+    if plan.device == "cuda" and not plan.eager:
+        from nstrain.train.graphs import GraphEngine
+
+        engine: EagerEngine = GraphEngine(model, optimizer, plan.hold_bytes)
+    else:
+        engine = EagerEngine(model, optimizer)
+    engine.set_length(LengthSettings(micro_rows=plan.rows, recompute=plan.recompute))
+    return engine
+
+
+def _rows(plan: BenchPlan, vocabulary: int, number: int) -> TokenRows:
+    shape = (plan.accum * plan.rows, plan.row_tokens + 1)
+    return np.random.default_rng(number).integers(0, vocabulary, shape, dtype=np.int64)
+
+
+def _peak_gib(engine: EagerEngine) -> float:
+    """Most memory in use. A graph's intermediates are counted when it is captured, which is the first update."""
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def _triton_version() -> str:
+    try:
+        import triton
+    except ImportError:
+        return "none"
+    return str(triton.__version__)
+
+
+def _profiled(engine: EagerEngine, plan: BenchPlan, vocabulary: int) -> Profile | None:
+    """One more update under the profiler; None on a CPU."""
+    if plan.device != "cuda":
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    rows = _rows(plan, vocabulary, 0)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        train_update(engine, rows, plan.rows, 1e-4, 0.1)
+        torch.cuda.synchronize()
+    events = [event for event in profiled.events() if event.device_type.name == "CUDA"]
+    return summarize([(event.name, event.time_range.start, event.time_range.end) for event in events])
+
+
+def summarize(intervals: list[tuple[str, float, float]]) -> Profile:
+    """A profile from kernels' names, starts and ends in microseconds; kernels may overlap."""
+    busy, end = 0.0, -1.0
+    totals: dict[str, list[float]] = {}
+    for name, start, stop in sorted(intervals, key=lambda interval: interval[1]):
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+        totals.setdefault(short_name(name), []).append(stop - start)
+    span = max(stop for _, _, stop in intervals) - min(start for _, start, _ in intervals)
+    kernels = [KernelTime(name, sum(t) / 1e3, len(t), sum(t) / span) for name, t in totals.items()]
+    return Profile(span / 1e3, 1 - busy / span, sorted(kernels, key=lambda kernel: -kernel.ms))
+
+
+def short_name(kernel: str) -> str:
+    """A kernel's name without what its template and types make of it."""
+    if re.match(r"nvjet|.*(gemm|cutlass|xmma)", kernel):
+        return "matrix products (cuBLAS)"
+    found = re.search(r"(?:at::native::)(?:\(anonymous namespace\)::)?(\w+)", kernel)
+    functor = re.search(r"at::native::(\w*[Ff]unctor\w*|\w+_kernel_cuda)", kernel)
+    if found:
+        return f"torch {found[1]}" + (f" {functor[1]}" if functor and functor[1] != found[1] else "")
+    return re.sub(r"[<(].*", "", kernel).removeprefix("void ").strip()

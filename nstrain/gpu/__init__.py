@@ -1,0 +1,1 @@
+"""What a trainer does with the GPU it is on: the memory it holds."""

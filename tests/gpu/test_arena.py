@@ -1,0 +1,77 @@
+"""The arena on a card: it holds, serves captures and eager work, gives all back, twenty times."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+if torch.cuda.is_available():
+    from nstrain.gpu.arena import GIB, Arena, ArenaNotEmpty
+
+
+def work(x: torch.Tensor) -> torch.Tensor:
+    y = (x @ x).relu()
+    return (y @ x).sum()
+
+
+def captured(arena: Arena, x: torch.Tensor, out: torch.Tensor) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=arena.pool_id, stream=arena.stream, capture_error_mode="thread_local"):
+        out.copy_(work(x))
+    return graph
+
+
+def test_it_holds_all_but_the_slack_and_gives_it_back() -> None:
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    arena = Arena()
+    left = torch.cuda.mem_get_info()[0]
+    assert 3.5 * GIB < left < 4.5 * GIB
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(left + GIB, dtype=torch.uint8, device="cuda")
+    assert arena.close() > free - left - GIB
+    assert torch.cuda.mem_get_info()[0] > free - GIB // 2
+
+
+def test_twenty_lives_leak_nothing_and_every_capture_gives_the_same_bits() -> None:
+    x, out = torch.randn(4096, 4096, device="cuda"), torch.zeros((), device="cuda")
+    seen, free = set(), []
+    for _ in range(20):
+        arena = Arena(hold_bytes=20 * GIB)
+        with arena.memory():
+            work(x)
+        graph = captured(arena, x, out)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        seen.add(out.item())
+        assert arena.grown_segments() == 0
+        graph.reset()
+        del graph
+        arena.close()
+        free.append(torch.cuda.mem_get_info()[0])
+    assert len(seen) == 1
+    assert free[1] - free[-1] < 64 << 20
+
+
+def test_shapes_of_any_size_and_order_are_served_without_growing() -> None:
+    arena = Arena(hold_bytes=16 * GIB)
+    with arena.memory():
+        for elements in (1 << 30, 1 << 10, 3 << 28, 1 << 20, 1 << 31):
+            torch.empty(elements, dtype=torch.float32, device="cuda")
+            torch.empty(100, device="cuda")
+    assert arena.grown_segments() == 0
+    assert arena.active_bytes() == 0
+    arena.close()
+
+
+def test_a_living_tensor_keeps_it_from_being_closed() -> None:
+    arena = Arena(hold_bytes=GIB)
+    with arena.memory():
+        kept = torch.ones(1000, device="cuda")
+    with pytest.raises(ArenaNotEmpty, match="bytes of the arena are still in use"):
+        arena.close()
+    del kept
+    arena.close()
