@@ -95,6 +95,10 @@ class DendriticLayer(ParameterModule):
 
         `scan` is the recurrence along the rows; decoding puts one there that goes on from a state.
         """
+        return project_onto(h_Td, self.spikes(h_Td, row_tokens, scan), self.w_out)
+
+    def spikes(self, h_Td: Tensor, row_tokens: int, scan: Callable[..., Tensor] = dendritic_scan) -> Tensor:
+        """What the layer's neurons release, [T, I], before it is projected onto the residual stream."""
         config = self.config
         heads, compartments = config.dendritic_heads, config.dendritic_head_width
         by_row = (-1, row_tokens)
@@ -114,5 +118,4 @@ class DendriticLayer(ParameterModule):
 
         gain_HP = tapped(self.soma_norm).view(heads, compartments)
         z_THP = z_TI.unflatten(1, gain_HP.shape)
-        s_TI = signed_of_gated_norm(y_BLHP.flatten(0, 1), z_THP, gain_HP, self.log_threshold, config)
-        return project_onto(h_Td, s_TI, self.w_out)
+        return signed_of_gated_norm(y_BLHP.flatten(0, 1), z_THP, gain_HP, self.log_threshold, config)

@@ -9,6 +9,7 @@ Shapes: B rows, L tokens, T = B L, d width, h heads of d_h channels, K trace cha
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Protocol
 
@@ -115,6 +116,30 @@ class WholeRows:
 WHOLE_ROWS = WholeRows()
 
 
+@dataclasses.dataclass(frozen=True)
+class PoolEvents:
+    """What a layer's tokens bring to its pool, and how each will use what it reads there."""
+
+    x: Tensor
+    """The layer's normalised input: [T, d]"""
+    query: Tensor
+    """[B, h, L, a]"""
+    key: Tensor
+    """[B, h, L, a]"""
+    value: Tensor
+    """[B, h, L, d_h]"""
+    clock_step: Tensor
+    """delta >= 0, at least fp32: [B, h, L]"""
+    log_write: Tensor
+    """The logarithm of the write tag, <= 0, at least fp32: [B, h, L]"""
+    copy: Tensor
+    """The comparator's copy input, before its bias: [B, h, L]"""
+    gain: Tensor
+    """The comparator's read gain input, before its bias: [B, h, L]"""
+    gate: Tensor
+    """The potentials of the gate's neurons: [T, d]"""
+
+
 class HippocampalLayer(ParameterModule):
     """One hippocampal layer; its parameters are those of `hippocampal_specs`, and `memory_specs` if it has a memory."""
 
@@ -125,6 +150,16 @@ class HippocampalLayer(ParameterModule):
 
     def forward(self, h_Td: Tensor, row_tokens: int, rotary: Tensor, along: RowOperators = WHOLE_ROWS) -> Tensor:
         """The residual stream after the layer; T is a whole number of rows of `row_tokens` tokens."""
+        events = self.events(h_Td, row_tokens, rotary, along)
+        read_BhLd = along.read(events.query, events.key, events.value, events.clock_step, events.log_write)
+        h_Td = self.respond(h_Td, events, read_BhLd)
+        if self.has_memory:
+            h_Td = add_memory(self, h_Td, events.x, self.config)
+        _, gate_Tf, up_Tf = self.feed_forward_sides(h_Td)
+        return self.feed_forward(h_Td, gate_Tf, up_Tf)
+
+    def events(self, h_Td: Tensor, row_tokens: int, rotary: Tensor, along: RowOperators) -> PoolEvents:
+        """The tokens' events: everything up to the pool read."""
         x_Td = rms_norm(h_Td, tapped(self.norm), self.config.norm_eps)
         trace_TK, decay_TK, v_Td, control, gate_Td = project(
             x_Td, self.w_trace, self.w_decay, self.w_v, self.w_control, self.w_gate
@@ -137,13 +172,27 @@ class HippocampalLayer(ParameterModule):
         )
         clock_step_BhL = functional.softplus(clock + tapped(self.clock_bias)[:, None])
         log_write_BhL = functional.logsigmoid(write + tapped(self.write_bias)[:, None])
-        read_BhLd = along.read(query_BhLa, key_BhLa, v_BhLd, clock_step_BhL, log_write_BhL)
-        mixed_Td = self._arbitrate(read_BhLd, v_BhLd, copy, gain)
-        gated_Td = excitatory_times(gate_Td, self.gate_log_threshold, mixed_Td, self.config)
-        h_Td = project_onto(h_Td, gated_Td, self.w_o)
-        if self.has_memory:
-            h_Td = add_memory(self, h_Td, x_Td, self.config)
-        return self._feed_forward(h_Td)
+        return PoolEvents(x_Td, query_BhLa, key_BhLa, v_BhLd, clock_step_BhL, log_write_BhL, copy, gain, gate_Td)
+
+    def respond(self, h_Td: Tensor, events: PoolEvents, read_BhLd: Tensor) -> Tensor:
+        """The residual stream with what the tokens make of their reads: h + W_o (neuron(gate) * mixed)."""
+        biases = tapped(self.copy_bias), tapped(self.novelty_weight), tapped(self.read_gain_bias)
+        mixed_Td = arbitrate(read_BhLd, events.value, events.copy, events.gain, *biases)
+        gated_Td = excitatory_times(events.gate, self.gate_log_threshold, mixed_Td, self.config)
+        return project_onto(h_Td, gated_Td, self.w_o)
+
+    def feed_forward_sides(self, h_Td: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """s = neuron(RMSNorm(h)), signed, [T, d], and the potentials of the gate and up neurons, W s, [T, f] each."""
+        s_Td = signed_of_norm(h_Td, self.ffn_norm, self.ffn_in_log_threshold, self.config)
+        gate_Tf, up_Tf = project(s_Td, self.w_ffn_gate, self.w_ffn_up)
+        return s_Td, gate_Tf, up_Tf
+
+    def feed_forward(self, h_Td: Tensor, gate_Tf: Tensor, up_Tf: Tensor) -> Tensor:
+        """h + W_down (neuron(gate) * neuron(up)); the up side is signed."""
+        fired_Tf = excitatory_times_signed(
+            gate_Tf, self.ffn_gate_log_threshold, up_Tf, self.ffn_up_log_threshold, self.config
+        )
+        return project_onto(h_Td, fired_Tf, self.w_ffn_down)
 
     def _heads(self, x_Td: Tensor, row_tokens: int) -> Tensor:
         """[T, d] -> [B, L, h, d_h]."""
@@ -161,18 +210,3 @@ class HippocampalLayer(ParameterModule):
         gains = tapped(self.query_gain), tapped(self.match_gain)
         before_Br = along.preceding(p_Tr.unflatten(0, (-1, row_tokens)))
         return addresses(q_Td, k_Td, p_Tr, *gains, rotary, row_tokens, self.config.norm_eps, before_Br)
-
-    def _arbitrate(self, read_BhLd: Tensor, v_BhLd: Tensor, copy_BhL: Tensor, gain_BhL: Tensor) -> Tensor:
-        """g pi r + (1 - pi) v, pi = sigmoid(a + w.x - b nu), nu = (1 - cos(r, v)) / 2, g = softplus(.): [T, d]."""
-        biases = tapped(self.copy_bias), tapped(self.novelty_weight), tapped(self.read_gain_bias)
-        return arbitrate(read_BhLd, v_BhLd, copy_BhL, gain_BhL, *biases)
-
-    def _feed_forward(self, h_Td: Tensor) -> Tensor:
-        """h + W_down(neuron(W_gate s) * neuron(W_up s)), s = neuron(RMSNorm(h)); s and the up side are signed."""
-        config = self.config
-        s_Td = signed_of_norm(h_Td, self.ffn_norm, self.ffn_in_log_threshold, config)
-        gate_Tf, up_Tf = project(s_Td, self.w_ffn_gate, self.w_ffn_up)
-        fired_Tf = excitatory_times_signed(
-            gate_Tf, self.ffn_gate_log_threshold, up_Tf, self.ffn_up_log_threshold, config
-        )
-        return project_onto(h_Td, fired_Tf, self.w_ffn_down)

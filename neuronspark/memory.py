@@ -68,6 +68,12 @@ def address_memory(layer: ParameterModule, x_Td: Tensor, config: ModelConfig) ->
 
 def add_memory(layer: ParameterModule, h_Td: Tensor, x_Td: Tensor, config: ModelConfig) -> Tensor:
     """The residual stream h with what the layer's memory answers to the layer's normalised input x."""
-    slots_Thk, weights_Thk, gate_T = address_memory(layer, x_Td, config)
+    return answer_memory(layer, h_Td, *address_memory(layer, x_Td, config))
+
+
+def answer_memory(
+    layer: ParameterModule, h_Td: Tensor, slots_Thk: Tensor, weights_Thk: Tensor, gate_T: Tensor
+) -> Tensor:
+    """The residual stream h with what the layer's memory holds at the addresses: h + W_o (gate * read)."""
     read_TV = product_key_read(layer.memory_table, slots_Thk, weights_Thk * gate_T[:, None, None])
     return project_onto(h_Td, read_TV, layer.w_memory_out)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from neuronspark import decoding, parameters
+from neuronspark import decoding, parameters, probe
 from neuronspark.config import DENDRITIC, ModelConfig
 from neuronspark.decoding import DecodingState
 from neuronspark.dendritic import DendriticLayer, dendritic_specs
@@ -36,6 +36,7 @@ from neuronspark.kernels.rmsnorm import rms_norm
 from neuronspark.kernels.rotary import rotary_table
 from neuronspark.memory import memory_specs
 from neuronspark.parameters import ParameterModule, ParameterSpec
+from neuronspark.probe import Readings
 
 EMBEDDING_STD = 0.02
 RECOMPUTE_MODES = ("none", "dendritic", "all")
@@ -162,6 +163,16 @@ class NeuronSpark(ParameterModule):
         """Read the first L tokens [B, L] of every row at once: the logits [B, V] after the last, and that state."""
         return decoding.prefill(self, tokens)
 
+    # --- probes --------------------------------------------------------------------------------------------
+
+    def probe(self, tokens: Tensor, eos_id: int, train_length: int, *, attention: bool = True) -> Readings:
+        """What the layers do on rows [B, L + 1], by part and reading, [rows, members] each; see probe.py."""
+        return probe.probe(self, tokens, eos_id, train_length, attention=attention)
+
+    def absent_readings(self) -> dict[str, str]:
+        """The readings that this model never has, and why; names as in `probe.reading_names`."""
+        return probe.absent_readings(self.config)
+
     # --- computation ---------------------------------------------------------------------------------------
 
     def loss(self, tokens: Tensor, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -184,6 +195,16 @@ class NeuronSpark(ParameterModule):
 
     def _final_hidden(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Normalised hidden states [T, d] of the inputs, and the targets [T]."""
+        h_Td, row_tokens = self.embed(tokens), tokens.shape[1] - 1
+        for index, kind in enumerate(self.config.layers):
+            h_Td = self._run_layer(index, kind, h_Td, row_tokens)
+        return rms_norm(h_Td, tapped(self.norm), self.config.norm_eps), tokens[:, 1:].reshape(-1)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The residual stream [T, d] before the first layer, of the inputs of rows [B, L + 1].
+
+        Raises ValueError for rows of no input or of more than the longest.
+        """
         row_tokens = tokens.shape[-1] - 1
         if tokens.dim() != 2 or not 1 <= row_tokens <= self.config.rope_max_seq_len:
             raise ValueError(
@@ -191,10 +212,7 @@ class NeuronSpark(ParameterModule):
                 f"rope_max_seq_len ({self.config.rope_max_seq_len})"
             )
         inputs_T = tokens[:, :-1].reshape(-1)
-        h_Td = lookup(self.embedding, torch.where(inputs_T == IGNORED, 0, inputs_T))
-        for index, kind in enumerate(self.config.layers):
-            h_Td = self._run_layer(index, kind, h_Td, row_tokens)
-        return rms_norm(h_Td, tapped(self.norm), self.config.norm_eps), tokens[:, 1:].reshape(-1)
+        return lookup(self.embedding, torch.where(inputs_T == IGNORED, 0, inputs_T))
 
     def _run_layer(self, index: int, kind: str, h_Td: Tensor, row_tokens: int) -> Tensor:
         layer: Callable[..., Tensor] = self.get_submodule(layer_name(index))

@@ -1,8 +1,8 @@
 """A hub that fails all the time: `python tests/hub_soak.py --seed S --faults N`.
 
 Builds a data line of hub sources undisturbed, then again and again while faults of every kind hit its requests and its
-preparer is killed at random instants, until N faults have been made; each time the bytes must be the same. Prints one
-JSON object; exit 1 if they are not.
+preparer is killed at random instants, and rebuilds a cycle from its manifest, until N faults have been made; each time
+the bytes must be the same. Prints one JSON object; exit 1 if they are not.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def soak(root: Path, hub: FakeHub, seed: int, faults: int, kills: int, everythin
     """Build lines until the faults are used up; what was done to them, and whether all came out the same."""
     import hub_lines
 
+    from nstrain.data.rebuild import rebuild_cycle
     from nstrain.data.val import collect_held_out
 
     tokenizer = root / "tokenizer.json"
@@ -49,7 +50,12 @@ def soak(root: Path, hub: FakeHub, seed: int, faults: int, kills: int, everythin
         shutil.rmtree(line.work / "downloads")
         for attempt in range(100):
             kill = {"NSTRAIN_KILL_POINT": f"{draw.choice(['hub', 'open', 'cycle'])}:{draw.randrange(1, 30)}"}
-            child = hub_lines.preparer_child(hub, line.work, **(kill if attempt < kills else {}))
+            workers = draw.choice((0, 2))
+            if attempt < kills:
+                child = hub_lines.preparer_child(hub, line.work, **kill)
+            else:
+                child = hub_lines.preparer_child(hub, line.work, workers=workers)
+            made.renew()
             _, said = child.communicate(timeout=600)
             if child.returncode == 0:
                 break
@@ -58,7 +64,14 @@ def soak(root: Path, hub: FakeHub, seed: int, faults: int, kills: int, everythin
             deaths += 1
         if hub_lines.result(line.work) != expected:
             return {"same": False, "seed": seed, "failed": f"{line.work} differs"}
-        shutil.rmtree(line.work)
+        cycle, again = draw.choice((1, 2)), root / "again"
+        made.renew()
+        rebuild_cycle(line.manifest_path(cycle), tokenizer, {}, again, workers=draw.choice((0, 2)))
+        if any(p.read_bytes() != (again / p.name).read_bytes() for p in line.cycle_directory(cycle).iterdir()):
+            return {"same": False, "seed": seed, "failed": f"cycle {cycle} of {line.work} is rebuilt otherwise"}
+        for directory in (line.work, again):
+            shutil.rmtree(directory)
+        made.renew()
     seconds = round(time.monotonic() - began, 1)
     return {"same": True, "seed": seed, "lines": lines, "faults": made.made, "kills": deaths, "s": seconds}
 

@@ -36,21 +36,21 @@ from neuronspark.kernels.addresses import MATCH_SHARPNESS, QUERY_SHARPNESS
 from neuronspark.kernels.launch import ANY, CompileCase, Launch, pinned, register
 from neuronspark.kernels.partial_sums_triton import sum_partials
 
-_FORWARD = Launch({"BLOCK_T": 16, "HEADS_PER_PROGRAM": 8}, num_warps=1)
-_BACKWARD = Launch({"BLOCK_T": 16}, num_warps=1)
+_FORWARD = Launch({"BLOCK_T": 32, "HEADS_PER_PROGRAM": 4}, num_warps=4)
+_BACKWARD = Launch({"BLOCK_T": 8}, num_warps=1)
 FORWARD = register("addresses/forward", {ANY: _FORWARD})
 BACKWARD = register("addresses/backward", {ANY: _BACKWARD})
 CANDIDATES = {
     FORWARD: [
         _FORWARD,
         Launch({"BLOCK_T": 32, "HEADS_PER_PROGRAM": 8}, num_warps=4),
-        Launch({"BLOCK_T": 32, "HEADS_PER_PROGRAM": 4}, num_warps=4),
+        Launch({"BLOCK_T": 16, "HEADS_PER_PROGRAM": 8}, num_warps=1),
         Launch({"BLOCK_T": 8, "HEADS_PER_PROGRAM": 8}, num_warps=1),
         Launch({"BLOCK_T": 16, "HEADS_PER_PROGRAM": 20}, num_warps=2),
     ],
     BACKWARD: [
         _BACKWARD,
-        Launch({"BLOCK_T": 8}, num_warps=1),
+        Launch({"BLOCK_T": 16}, num_warps=1),
         Launch({"BLOCK_T": 16}, num_warps=2),
         Launch({"BLOCK_T": 32}, num_warps=4),
     ],
@@ -61,7 +61,8 @@ CANDIDATES = {
 def _tile(base, token, valid, offset, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Pointers to channels offset ... offset + WIDTH of tokens, and where they are."""
     channel = tl.arange(0, BLOCK)
-    return base + token[:, None] * STRIDE + (offset + channel)[None, :], valid[:, None] & (channel < WIDTH)[None, :]
+    place = base + token.to(tl.int64)[:, None] * STRIDE + (offset + channel)[None, :]
+    return place, valid[:, None] & (channel < WIDTH)[None, :]
 
 
 @triton.jit

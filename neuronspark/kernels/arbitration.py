@@ -77,6 +77,21 @@ def blend(r_BhLd: Tensor, v_BhLd: Tensor, r_factor_BhL: Tensor, v_factor_BhL: Te
     return _Blend.apply(r_BhLd, v_BhLd, r_factor_BhL, v_factor_BhL)
 
 
+def compare(
+    r_BhLd: Tensor,
+    v_BhLd: Tensor,
+    copy_BhL: Tensor,
+    gain_BhL: Tensor,
+    copy_bias_h: Tensor,
+    novelty_weight_h: Tensor,
+    read_gain_bias_h: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Novelty nu, copy share pi and read gain g of every head and token, [B, h, L] each, at least fp32."""
+    novelty_BhL = (1 - cosine(r_BhLd, v_BhLd)) / 2
+    pi_BhL = torch.sigmoid(copy_BhL + copy_bias_h[:, None] - novelty_weight_h[:, None] * novelty_BhL)
+    return novelty_BhL, pi_BhL, functional.softplus(gain_BhL + read_gain_bias_h[:, None])
+
+
 def arbitrate(
     r_BhLd: Tensor,
     v_BhLd: Tensor,
@@ -91,7 +106,6 @@ def arbitrate(
         from neuronspark.kernels.arbitration_triton import arbitrate_triton
 
         return arbitrate_triton(r_BhLd, v_BhLd, copy_BhL, gain_BhL, copy_bias_h, novelty_weight_h, read_gain_bias_h)
-    novelty_BhL = (1 - cosine(r_BhLd, v_BhLd)) / 2
-    pi_BhL = torch.sigmoid(copy_BhL + copy_bias_h[:, None] - novelty_weight_h[:, None] * novelty_BhL)
-    read_gain_BhL = functional.softplus(gain_BhL + read_gain_bias_h[:, None])
+    inputs = (copy_BhL, gain_BhL, copy_bias_h, novelty_weight_h, read_gain_bias_h)
+    _, pi_BhL, read_gain_BhL = compare(r_BhLd, v_BhLd, *inputs)
     return blend(r_BhLd, v_BhLd, read_gain_BhL * pi_BhL, 1 - pi_BhL).flatten(2).flatten(0, 1)

@@ -34,7 +34,7 @@ from neuronspark.kernels.exponential_triton import sigmoids, softplus
 from neuronspark.kernels.launch import ANY, CompileCase, Launch, pinned, register
 from neuronspark.kernels.partial_sums_triton import sum_partials
 
-_FORWARD = Launch({"BLOCK_T": 8, "TILES": 8}, num_warps=1)
+_FORWARD = Launch({"BLOCK_T": 32, "TILES": 2}, num_warps=4)
 _BACKWARD = Launch({"BLOCK_T": 8, "TILES": 8}, num_warps=1)
 FORWARD = register("arbitration/forward", {ANY: _FORWARD})
 BACKWARD = register("arbitration/backward", {ANY: _BACKWARD})

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from neuronspark.config import SCAN_CHUNK_TOKENS
+from neuronspark.kernels.backend import use_triton
 from neuronspark.kernels.exponential import LOWEST_LOG, exp_or_zero_
 
 
@@ -173,4 +174,8 @@ def dendritic_scan(v: Tensor, log_decay: Tensor, factor: Tensor, b: Tensor, c: T
     v [B, L, H, P] inputs; log_decay [B, L, H] <= 0 and factor [B, L, H], fp32; b, c [B, L, G, N], head i in group
     i // (H / G); skip [H]. Returns y [B, L, H, P] in the dtype of v.
     """
+    if use_triton(v):
+        from neuronspark.kernels.dendritic_scan_triton import dendritic_scan_triton
+
+        return dendritic_scan_triton(v, log_decay, factor, b, c, skip)
     return _Scan.apply(v, log_decay, factor, b, c, skip)

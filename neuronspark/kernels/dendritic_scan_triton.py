@@ -1,6 +1,37 @@
 """The dendritic scan in Triton: an autograd function with the contract of `dendritic_scan`.
 
-PLACEHOLDER
+Forward. A program walks over the chunks of one head's row with the state in registers, so that v is read and y written
+once and the state moves only to be saved for the backward pass. Inside a chunk it is the masked product of
+`dendritic_scan`. Where rows and heads are too few to fill a card (less than 256 walks), a row is cut in segments: a
+first launch walks to every segment's end from a zero state, and the walks proper begin with the decayed sum of the ends
+before theirs; v is then read twice. Sums of the decays within a chunk, which every kernel reads, come from one small
+launch before ([B, H, tokens], fp32, to the base 2).
+
+Backward. (1) A walk from the last chunk to the first writes the gradient of the state that leaves each chunk. (2) All
+chunks at once: a program takes one chunk and a block of its group's heads. Pairs of tokens inside the chunk and pairs
+through the states are two programs side by side, since the sums for db, dc and the scores of both do not fit in
+registers; the second to read a tile finds it in the L2 cache. db and dc are sums over a block's heads in the order of
+the heads; the blocks' parts are added up in their order (3). dskip is a part a chunk and head, added up by `sum`.
+(4) The gradient of a_t is the flow of gradient over the edge before token t, the sum over tokens j < t <= i of
+d log y_i / d log x_j. It is summed as such, from four terms none of which cancels another:
+
+    sum_{i>=t} (row_i - column_i) inside the chunk, the same pairs in both, so that a pair on one side of t leaves
+                                  nothing; a token's pair with itself is left out of both
+  + sum_{i>=t} dy_i . (what the state gives y_i)  +  sum_{j<t} x_j . (what the state's gradient gives dx_j)
+  + exp(s_Q) <dS', S>
+
+Numbers. Products of 16-bit operands accumulate in fp32; a mixing weight exp(s_i - s_j) (C_i . B_j) f_j is rounded once.
+A state is carried in fp32 by S + S expm1(s_Q), saved and used in products in the dtype of v. Nothing is added up by
+atomics, no shape depends on data, and every order of summation follows from the shape and the pinned tiles alone.
+
+Bytes, for bf16 at 4 x 4096 tokens, 80 heads, P = N = 64 (v: 168 MB): the floor is 355 MB forward (v, y, and 20 of the
+rest) and 560 backward (v, dy, dv). Moved: forward 375, and 168 of saved states; backward 336 in (1), 840 in (2) and 160
+of parts and sums. Products: 43 GFLOP forward (32 as the model counts), 86 backward.
+
+Tiles move by the tensor memory accelerator, which asks for 16-byte steps: widths that are not are padded with zeros.
+Heads of more compartments than a tile has are split, since compartments do not mix. Triton 3.4 to 3.7.0 goes wrong on
+Hopper where a transposed product is a register operand of the next (flash-linear-attention issue 640); no operand here
+is one, tiles are computed in the orientation in which they are used.
 """
 
 from __future__ import annotations
@@ -10,19 +41,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from neuronspark.kernels import dendritic_scan_triton_backward as backward_kernels
 from neuronspark.kernels import dendritic_scan_triton_forward as forward_kernels
 from neuronspark.kernels.dendritic_scan_triton_forward import (
-    LARGEST_COMPARTMENTS,
     LARGEST_STATES,
     Sizes,
-    chunk_tokens,
+    largest_compartments,
     tile,
     type_class,
 )
 from neuronspark.kernels.exponential import LOWEST_LOG
-from neuronspark.kernels.launch import CompileCase, Launch
+from neuronspark.kernels.launch import CompileCase
+
+ALIGNMENT_BYTES = 16
+"""What the hardware that fetches tiles asks of every address and stride."""
 
 
 class _Scan(torch.autograd.Function):
@@ -30,8 +64,9 @@ class _Scan(torch.autograd.Function):
     def forward(
         ctx: Any, v: Tensor, log_decay: Tensor, factor: Tensor, b: Tensor, c: Tensor, skip: Tensor, save: bool
     ) -> Tensor:
-        sizes = Sizes(*v.shape, b.shape[3], b.shape[2], v.dtype)
-        v, b, c = (_rows_of_channels(tensor) for tensor in (v, b, c))
+        rows, tokens, heads, compartments = v.shape
+        sizes = Sizes(rows, tokens, heads, compartments, b.shape[3], b.shape[2], v.dtype)
+        v, b, c, skip = *(_for_tiles(tensor) for tensor in (v, b, c)), skip.contiguous()
         logs, factors = forward_kernels.sum_decays(log_decay, factor, sizes)
         y, states = forward_kernels.outputs(v, b, c, skip, logs, factors, sizes, save=save)
         if save:
@@ -41,18 +76,23 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        found = backward_kernels.gradients(*ctx.saved_tensors, _rows_of_channels(dy), ctx.sizes)
+        v, log_decay, b, c, skip, logs, factors, states = ctx.saved_tensors
+        dy = _for_tiles(dy)
+        found = backward_kernels.gradients(v, log_decay, b, c, skip, logs, factors, states, dy, ctx.sizes)
         return *found, None
 
 
-def _rows_of_channels(tensor: Tensor) -> Tensor:
-    """The tensor with its last dimension contiguous; the others may have any stride."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def _for_tiles(tensor_BLHW: Tensor) -> Tensor:
+    """The tensor if tiles of it can be fetched as it lies (16-byte steps, channels side by side), else a copy."""
+    unit = ALIGNMENT_BYTES // tensor_BLHW.element_size()
+    steps = [stride for stride, size in zip(tensor_BLHW.stride()[:3], tensor_BLHW.shape[:3], strict=True) if size > 1]
+    fits = tensor_BLHW.stride(3) == 1 and all(step > 0 and step % unit == 0 for step in steps)
+    if fits and tensor_BLHW.data_ptr() % ALIGNMENT_BYTES == 0:
+        return tensor_BLHW
+    return tensor_BLHW.clone(memory_format=torch.contiguous_format)
 
 
-def dendritic_scan_triton(
-    v: Tensor, log_decay: Tensor, factor: Tensor, b: Tensor, c: Tensor, skip: Tensor
-) -> Tensor:
+def dendritic_scan_triton(v: Tensor, log_decay: Tensor, factor: Tensor, b: Tensor, c: Tensor, skip: Tensor) -> Tensor:
     """`dendritic_scan` by Triton kernels; same arguments, same meaning.
 
     ValueError for more than 128 states, or v, b and c of different or unknown types.
@@ -67,79 +107,81 @@ def dendritic_scan_triton(
             f"dendritic scan: {b.shape[3]} states a compartment: the kernels take up to {LARGEST_STATES}; choose a "
             "smaller state_width, or set NEURONSPARK_KERNELS=reference"
         )
-    parts = _head_parts(v.shape[3])
-    if parts == 1:
-        inputs = (v, log_decay, factor, b, c, skip)
-        return _Scan.apply(*inputs, torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
-    narrow = (x.repeat_interleave(parts, -1) for x in (log_decay, factor, skip))
-    log_decay, factor, skip = narrow
-    by_part = v.unflatten(3, (parts, -1)).flatten(2, 3)
-    return dendritic_scan_triton(by_part, log_decay, factor, b, c, skip).unflatten(2, (-1, parts)).flatten(3)
+    unit = ALIGNMENT_BYTES // v.element_size()
+    states, compartments = b.shape[3], v.shape[3]
+    if states % unit or compartments % unit:
+        v, b, c = (functional.pad(tensor, (0, -tensor.shape[3] % unit)) for tensor in (v, b, c))
+        return dendritic_scan_triton(v, log_decay, factor, b, c, skip)[..., :compartments]
+    parts = _head_parts(compartments, unit, largest_compartments(v.dtype))
+    if parts > 1:
+        log_decay, factor, skip = (tensor.repeat_interleave(parts, -1) for tensor in (log_decay, factor, skip))
+        by_part = v.unflatten(3, (parts, -1)).flatten(2, 3)
+        return dendritic_scan_triton(by_part, log_decay, factor, b, c, skip).view(v.shape)
+    inputs = (v, log_decay, factor, b, c, skip)
+    return _Scan.apply(*inputs, torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs))
 
 
-def _head_parts(compartments: int) -> int:
+def _head_parts(compartments: int, unit: int, largest: int) -> int:
     """Parts of equal width that a head's compartments are split in; they share its decays, and do not mix."""
-    return next(
-        parts
-        for parts in range(-(-compartments // LARGEST_COMPARTMENTS), compartments + 1)
-        if compartments % parts == 0
-    )
+    units = compartments // unit
+    return next(parts for parts in range(1, units + 1) if units % parts == 0 and compartments <= parts * largest)
 
 
 def compile_cases() -> Iterator[CompileCase]:
     """Every pinned kernel at the widths of the presets, in both classes of type."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        sizes = Sizes(4, 4096, 80, 64, 64, 1, dtype)
-        blocks = {key: size for key, size in sizes.blocks().items()}
-        # Strides, as a launch would specialise them: multiples of 16 that the compiler may rely on.
-        strides = {
-            f"{tensor}_{dimension}": stride
-            for tensor, dimensions in _STRIDED.items()
-            for dimension, stride in zip(dimensions, (1 << 20, 1 << 12, 64), strict=True)
+        sizes = Sizes(4, 4096, 80, largest_compartments(dtype), 64, 1, dtype)
+        types = {
+            **dict.fromkeys(_HEAD_TILES, f"tensordesc<{name}[1, 1, {sizes.chunk}, {tile(sizes.compartments)}]>"),
+            **dict.fromkeys(_GROUP_TILES, f"tensordesc<{name}[1, 1, {sizes.chunk}, {tile(sizes.states)}]>"),
+            **dict.fromkeys(
+                _STATE_TILES, f"tensordesc<{name}[1, 1, {tile(sizes.states)}, {tile(sizes.compartments)}]>"
+            ),
+            **dict.fromkeys(_POINTERS, "*fp32"),
+            **dict.fromkeys(_COUNTS, "i32"),
+            "sums": f"*{name}",
         }
-        types = {name_: kind.format(name) for name_, kind in _TYPES.items()}
-        for kernel_name, kernel, constants in _kernels(blocks):
-            arguments = set(kernel.arg_names)
+        for kernel_name, kernel, constants in _kernels(sizes.blocks()):
             yield CompileCase(
                 f"dendritic_scan_{kernel_name}/{type_class(dtype)}",
                 kernel,
-                {key: value for key, value in types.items() if key in arguments},
-                {key: value for key, value in {**strides, **constants}.items() if key in arguments},
+                {key: types[key] for key in kernel.arg_names if key in types and key not in constants},
+                {"LOWEST": LOWEST_LOG, **constants},
             )
 
 
 def _kernels(blocks: dict[str, int]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """(name, kernel, compile-time arguments) of every kernel in every use."""
-    q = {"BLOCK_Q": blocks["BLOCK_Q"], "LOWEST": LOWEST_LOG}
-    yield "decays", forward_kernels.sum_decays_kernel, q
+    yield "decays", forward_kernels.sum_decays_kernel, blocks
     for reverse in (False, True):
-        yield "states", forward_kernels.walk_states_kernel, {**blocks, "REVERSE": reverse, "TO_END": True}
+        ends = {**blocks, "REVERSE": reverse, "TO_END": True, "entering": None}
+        yield "states", forward_kernels.walk_states_kernel, ends
     yield "states", forward_kernels.walk_states_kernel, {**blocks, "REVERSE": True, "TO_END": False}
-    for save in (False, True):
-        yield "outputs", forward_kernels.outputs_kernel, {**blocks, "SAVE": save}
+    yield "outputs", forward_kernels.outputs_kernel, {**blocks, "SAVE": False, "entering": None}
+    yield "outputs", forward_kernels.outputs_kernel, {**blocks, "SAVE": True}
     yield "gradients", backward_kernels.gradients_kernel, blocks
-    yield "decay_gradients", backward_kernels.decay_gradients_kernel, q
+    yield "decay_gradients", backward_kernels.decay_gradients_kernel, blocks
     yield "part_sums", backward_kernels.part_sums_kernel, {}
 
 
-_STRIDED = {
-    tensor: ("row", "token", last)
-    for tensor, last in (
-        ("decay", "head"),
-        ("factor", "head"),
-        ("left", "group"),
-        ("right", "head"),
-        ("v", "head"),
-        ("dy", "head"),
-        ("b", "group"),
-        ("c", "group"),
-    )
-}
-_TYPES = {
-    **dict.fromkeys(("v", "b", "c", "dy", "left", "right", "y", "dv", "entering", "states", "dstates", "sums"), "*{}"),
-    **dict.fromkeys(("log_decay", "factor", "logs", "factors", "ends", "end_logs", "skip", "bc_parts"), "*fp32"),
-    **dict.fromkeys(("column_sums", "column_sums_across", "row_sums", "row_sums_across", "end_flow", "skip_parts", "parts"), "*fp32"),
-    **dict.fromkeys(("dlog_decay", "dfactor"), "*fp32"),
-    **dict.fromkeys(("tokens", "heads", "chunks", "segments", "segment_chunks", "group_heads", "groups"), "i32"),
-    **dict.fromkeys(("head_block", "part_size", "count", "size"), "i32"),
-}
+_HEAD_TILES = ("v", "dy", "right", "y", "dv")
+_GROUP_TILES = ("b", "c", "left")
+_STATE_TILES = ("entering", "states", "dstates")
+_POINTERS = (
+    *("log_decay", "factor", "logs", "factors", "ends", "end_logs", "skip", "bc_parts", "parts", "skip_parts"),
+    *(
+        "column_sums",
+        "column_sums_across",
+        "own_products",
+        "row_sums",
+        "row_sums_across",
+        "end_flow",
+        "dlog_decay",
+        "dfactor",
+    ),
+)
+_COUNTS = (
+    *("tokens", "heads", "chunks", "segments", "segment_chunks", "group_heads", "groups", "head_block"),
+    *("part_size", "count", "size", "decay_row", "decay_token", "decay_head"),
+    *("factor_row", "factor_token", "factor_head"),
+)

@@ -12,17 +12,39 @@ import triton.language as tl
 from torch import Tensor
 
 from neuronspark.kernels import launch
-from neuronspark.kernels.dendritic_scan_triton_forward import Sizes, load_state, state_gradients, type_class, within
+from neuronspark.kernels.dendritic_scan_triton_forward import (
+    Sizes,
+    by_head,
+    by_state,
+    load_tile,
+    state_gradients,
+    store_tile,
+    type_class,
+)
 from neuronspark.kernels.exponential import LOWEST_LOG
 from neuronspark.kernels.launch import ANY, Launch
 
 GRADIENT_PROGRAMS_WANTED = 1024
 """A group's heads are split in blocks until there are this many programs: a few waves of a large card."""
 
-for _bits in ("16-bit", "32-bit"):
-    launch.register(f"dendritic_scan_gradients/{_bits}", {ANY: Launch({}, 4, 2 if _bits == "16-bit" else 1)})
-    launch.register(f"dendritic_scan_decay_gradients/{_bits}", {ANY: Launch({"BLOCK_H": 16}, 4)})
-    launch.register(f"dendritic_scan_part_sums/{_bits}", {ANY: Launch({"BLOCK": 1024}, 4)})
+CANDIDATES = {
+    "dendritic_scan_gradients/16-bit": [Launch({}, 4, 2), Launch({}, 4, 3), Launch({}, 4, 1)],
+}
+"""Launch configurations for Hopper, the pinned one first. Its compiler has no barrier between warp groups after a
+product (triton issue 11047), so more than four warps are for other cards."""
+_PINNED = {
+    "dendritic_scan_gradients/16-bit": {
+        "sm_90": CANDIDATES["dendritic_scan_gradients/16-bit"][0],
+        ANY: Launch({}, 8, 2),
+    },
+    "dendritic_scan_gradients/32-bit": {ANY: Launch({}, 8, 1)},
+    "dendritic_scan_decay_gradients/16-bit": {ANY: Launch({"BLOCK_H": 16}, 4)},
+    "dendritic_scan_decay_gradients/32-bit": {ANY: Launch({"BLOCK_H": 16}, 4)},
+    "dendritic_scan_part_sums/16-bit": {ANY: Launch({"BLOCK": 1024}, 4)},
+    "dendritic_scan_part_sums/32-bit": {ANY: Launch({"BLOCK": 1024}, 4)},
+}
+for _name, _launches in _PINNED.items():
+    launch.register(_name, _launches)
 
 
 def block_heads(sizes: Sizes) -> int:
@@ -36,7 +58,7 @@ def block_heads(sizes: Sizes) -> int:
 
 
 @triton.jit
-def last_range(SIZE: tl.constexpr, count):
+def later_range(SIZE: tl.constexpr, count):
     """0 ... SIZE - 1, such that the compiler takes it for another range than tl.arange(0, SIZE).
 
     What is computed from the plain one before a loop (addresses, masks) is kept in registers for what comes after it.
@@ -50,15 +72,16 @@ def gradients_kernel(
     b,
     c,
     dy,
+    dv,
+    states,
+    dstates,
     skip,
     logs,
     factors,
-    states,
-    dstates,
-    dv,
     bc_parts,
     column_sums,
     column_sums_across,
+    own_products,
     row_sums,
     row_sums_across,
     end_flow,
@@ -70,18 +93,6 @@ def gradients_kernel(
     groups,
     group_heads,
     head_block,
-    v_row,
-    v_token,
-    v_head,
-    b_row,
-    b_token,
-    b_group,
-    c_row,
-    c_token,
-    c_group,
-    dy_row,
-    dy_token,
-    dy_head,
     N: tl.constexpr,
     P: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -93,51 +104,37 @@ def gradients_kernel(
     Two programs share the work, side by side so that the second to read a tile finds it in the L2 cache: the even one
     takes the pairs of tokens inside the chunk, and dv; the odd one takes what goes through the states.
     """
-    at_chunk = (tl.program_id(0) // 2).to(tl.int64)
+    at_chunk = tl.program_id(0) // 2
     row = at_chunk // chunks
-    chunk = (at_chunk % chunks).to(tl.int32)
+    chunk = at_chunk % chunks
     group = tl.program_id(2)
     first = group * group_heads + tl.program_id(1) * head_block
     count = tl.minimum(head_block, (group + 1) * group_heads - first)
+    token = chunk * BLOCK_Q
     q = tl.arange(0, BLOCK_Q)
-    n = tl.arange(0, BLOCK_N)
-    p = tl.arange(0, BLOCK_P)
-    token = (chunk * BLOCK_Q).to(tl.int64)
-    inside = (chunk * BLOCK_Q + q < tokens)[:, None]
-    inside_N = within(inside, n, N, BLOCK_N)
-    inside_P = within(inside, p, P, BLOCK_P)
-    v += row * v_row + token * v_token
-    dy += row * dy_row + token * dy_token
-    dv += (row * tokens + token) * heads * P
-    states += at_chunk * heads * (N * P)
-    dstates += at_chunk * heads * (N * P)
-    end_flow += at_chunk * heads
-    skip_parts += at_chunk * heads
-    b_at = b + row * b_row + token * b_token + group * b_group + q[:, None] * b_token + n[None, :]
-    c_at = c + row * c_row + token * c_token + group * c_group + q[:, None] * c_token + n[None, :]
-    b_QN = tl.load(b_at, mask=inside_N, other=0.0)
-    c_QN = tl.load(c_at, mask=inside_N, other=0.0)
-    bc_parts += (tl.program_id(1) * 2 + tl.program_id(0) % 2).to(tl.int64) * 2 * part_size
-    bc_parts += ((row * tokens + token) * groups + group) * N
-
+    heads_of_chunk = at_chunk.to(tl.int64) * heads
+    at_row = row.to(tl.int64) * heads * chunks * BLOCK_Q + token
+    b_QN = load_tile(b, row, group, token, BLOCK_Q, BLOCK_N)
+    c_QN = load_tile(c, row, group, token, BLOCK_Q, BLOCK_N)
     if tl.program_id(0) % 2 == 0:
-        # Tiles are [j, i]: i the token of y, j <= i that of v.
+        # Tiles are [j, i]: i the token of y, j < i that of v; a token's own pair has no decay, and is left to fp32.
         scores_QQ = tl.dot(b_QN, tl.trans(c_QN), input_precision="ieee")
-        scores_QQ = tl.where(q[None, :] >= q[:, None], scores_QQ, 0.0)
+        own_Q = tl.sum(tl.where(q[None, :] == q[:, None], scores_QQ, 0.0), axis=1)
+        scores_QQ = tl.where(q[None, :] > q[:, None], scores_QQ, 0.0)
         dscores_QQ = tl.zeros((BLOCK_Q, BLOCK_Q), tl.float32)
         for index in range(count):
             head = first + index
-            v_QP = tl.load(v + head * v_head + q[:, None] * v_token + p[None, :], mask=inside_P, other=0.0)
-            dy_QP = tl.load(dy + head * dy_head + q[:, None] * dy_token + p[None, :], mask=inside_P, other=0.0)
-            dS_NP = load_state(dstates + head * (N * P), n, p, N, P, BLOCK_N, BLOCK_P)
-            at_head = ((row * heads + head) * chunks + chunk) * BLOCK_Q
+            at_head = at_row + head * chunks * BLOCK_Q
+            v_QP = load_tile(v, row, head, token, BLOCK_Q, BLOCK_P)
+            dy_QP = load_tile(dy, row, head, token, BLOCK_Q, BLOCK_P)
+            dS_NP = load_tile(dstates, at_chunk, head, 0, BLOCK_N, BLOCK_P)
             s_Q = tl.load(logs + at_head + q)
             f_Q = tl.load(factors + at_head + q)
             total = tl.load(logs + at_head + BLOCK_Q - 1)
             dmixing_QQ = tl.dot(v_QP, tl.trans(dy_QP), input_precision="ieee")
-            # Above 0 only where i < j, and there the scores are 0: no select in the loop.
+            # A log above 0 is cut only where i < j, and there the scores are 0: no select in the loop.
             decay_QQ = tl.exp2(tl.minimum(s_Q[None, :] - s_Q[:, None], 0.0))
-            mixing_QQ = (scores_QQ * decay_QQ).to(v_QP.dtype)
+            mixing_QQ = (scores_QQ * decay_QQ).to(v.dtype)
             dmixing_QQ *= decay_QQ
             dscores_QQ += dmixing_QQ * f_Q[:, None]
             flow_QQ = dmixing_QQ * scores_QQ
@@ -145,44 +142,49 @@ def gradients_kernel(
             tl.store(row_sums + at_head + q, tl.sum(flow_QQ * f_Q[:, None], axis=0))
             dx_QP = tl.dot(b_QN, dS_NP, input_precision="ieee") * tl.exp2(total - s_Q)[:, None]
             dx_QP = tl.dot(mixing_QQ, dy_QP, dx_QP, input_precision="ieee")
-            dv_QP = dx_QP * f_Q[:, None] + dy_QP * tl.load(skip + head).to(tl.float32)
-            at_v = q[:, None] * (heads * P) + p[None, :]
-            tl.store(dv + head * P + at_v, dv_QP.to(dv.dtype.element_ty), mask=inside_P)
-        i = last_range(BLOCK_Q, count)
-        dscores = tl.where(i[None, :] >= i[:, None], dscores_QQ, 0.0).to(b_QN.dtype)
+            own_weight_Q = tl.load(skip + head).to(tl.float32) + own_Q * f_Q
+            dv_QP = dx_QP * f_Q[:, None] + dy_QP * own_weight_Q[:, None]
+            store_tile(dv, row, head, token, dv_QP, BLOCK_Q, BLOCK_P)
+        i = later_range(BLOCK_Q, count)
+        dscores = tl.where(i[None, :] >= i[:, None], dscores_QQ, 0.0).to(b.dtype)
         db_QN = tl.dot(dscores, c_QN, input_precision="ieee")
         dc_QN = tl.trans(tl.dot(tl.trans(b_QN), dscores, input_precision="ieee"))
     else:
+        own_Q = tl.sum(b_QN.to(tl.float32) * c_QN.to(tl.float32), axis=1)
         db_QN = tl.zeros((BLOCK_Q, BLOCK_N), tl.float32)
         dc_QN = tl.zeros((BLOCK_Q, BLOCK_N), tl.float32)
         for index in range(count):
             head = first + index
-            v_QP = tl.load(v + head * v_head + q[:, None] * v_token + p[None, :], mask=inside_P, other=0.0)
-            dS_NP = load_state(dstates + head * (N * P), n, p, N, P, BLOCK_N, BLOCK_P)
-            dy_QP = tl.load(dy + head * dy_head + q[:, None] * dy_token + p[None, :], mask=inside_P, other=0.0)
-            S_NP = load_state(states + head * (N * P), n, p, N, P, BLOCK_N, BLOCK_P)
-            at_head = ((row * heads + head) * chunks + chunk) * BLOCK_Q
+            at_head = at_row + head * chunks * BLOCK_Q
             s_Q = tl.load(logs + at_head + q)
             f_Q = tl.load(factors + at_head + q)
             total = tl.load(logs + at_head + BLOCK_Q - 1)
-            through_N = tl.sum(S_NP.to(tl.float32) * dS_NP.to(tl.float32), axis=1)
-            tl.store(end_flow + head, tl.exp2(total) * tl.sum(through_N, axis=0))
-            dskip_Q = tl.sum(v_QP.to(tl.float32) * dy_QP.to(tl.float32), axis=1)
-            tl.store(skip_parts + head, tl.sum(dskip_Q, axis=0))
             to_end_Q = tl.exp2(total - s_Q)
             from_start_Q = tl.exp2(s_Q)
-            # b dS again, and c S, where b and c of the products below would do: those would stay in registers.
+            # In this order, few tiles are in registers at a time. The column and row sums come from products of their
+            # own: from those that make db and dc, b and c would have to stay in registers.
+            S_NP = load_tile(states, at_chunk, head, 0, BLOCK_N, BLOCK_P)
+            dS_NP = load_tile(dstates, at_chunk, head, 0, BLOCK_N, BLOCK_P)
+            through_N = tl.sum(S_NP.to(tl.float32) * dS_NP.to(tl.float32), axis=1)
+            tl.store(end_flow + heads_of_chunk + head, tl.exp2(total) * tl.sum(through_N, axis=0))
+            v_QP = load_tile(v, row, head, token, BLOCK_Q, BLOCK_P)
             dx_QP = tl.dot(b_QN, dS_NP, input_precision="ieee")
             tl.store(column_sums_across + at_head + q, to_end_Q * tl.sum(dx_QP * v_QP, axis=1))
+            db_QN += tl.dot(v_QP, tl.trans(dS_NP), input_precision="ieee") * (f_Q * to_end_Q)[:, None]
+            dy_QP = load_tile(dy, row, head, token, BLOCK_Q, BLOCK_P)
+            dskip_Q = tl.sum(v_QP.to(tl.float32) * dy_QP.to(tl.float32), axis=1)
+            tl.store(skip_parts + heads_of_chunk + head, tl.sum(dskip_Q, axis=0))
+            tl.store(own_products + at_head + q, own_Q * dskip_Q)
             y_QP = tl.dot(c_QN, S_NP, input_precision="ieee")
             tl.store(row_sums_across + at_head + q, from_start_Q * tl.sum(y_QP * dy_QP, axis=1))
-            db_QN += tl.dot(v_QP, tl.trans(dS_NP), input_precision="ieee") * (f_Q * to_end_Q)[:, None]
             dc_QN += tl.dot(dy_QP, tl.trans(S_NP), input_precision="ieee") * from_start_Q[:, None]
-    i = last_range(BLOCK_Q, count)
-    part_at = bc_parts + i[:, None] * (groups * N) + n[None, :]
-    part_mask = within((chunk * BLOCK_Q + i < tokens)[:, None], n, N, BLOCK_N)
-    tl.store(part_at, db_QN, mask=part_mask)
-    tl.store(part_at + part_size, dc_QN, mask=part_mask)
+    i = later_range(BLOCK_Q, count)[:, None]
+    n = tl.arange(0, BLOCK_N)[None, :]
+    bc_parts += (tl.program_id(1) * 2 + tl.program_id(0) % 2).to(tl.int64) * 2 * part_size
+    bc_parts += ((row.to(tl.int64) * tokens + token) * groups + group) * N
+    inside = (token + i < tokens) & (n < N)
+    tl.store(bc_parts + i * (groups * N) + n, db_QN, mask=inside)
+    tl.store(bc_parts + part_size + i * (groups * N) + n, dc_QN, mask=inside)
 
 
 @triton.jit
@@ -191,6 +193,7 @@ def decay_gradients_kernel(
     factors,
     column_sums,
     column_sums_across,
+    own_products,
     row_sums,
     row_sums_across,
     end_flow,
@@ -230,7 +233,8 @@ def decay_gradients_kernel(
     da_QH = tl.where(a_QH < LOWEST, 0.0, later_QH + earlier_QH + through_H[None, :])
     to = (row * tokens + token[:, None]) * heads + h[None, :]
     tl.store(dlog_decay + to, da_QH, mask=inside)
-    tl.store(dfactor + to, column_QH + across_QH, mask=inside)
+    own_QH = tl.load(own_products + at_head, mask=inside, other=0.0)
+    tl.store(dfactor + to, column_QH + across_QH + own_QH, mask=inside)
 
 
 @triton.jit
@@ -259,25 +263,26 @@ def gradients(
     sizes: Sizes,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dv, dlog_decay, dfactor, db, dc, dskip)."""
-    dstates = state_gradients(c, dy, logs, factors, sizes)
+    v_tiles, b_tiles, c_tiles, dy_tiles = (by_head(tensor, sizes) for tensor in (v, b, c, dy))
+    dstates = state_gradients(c_tiles, dy_tiles, logs, factors, states, sizes)
     head_block = block_heads(sizes)
     head_blocks = -(-sizes.heads // sizes.groups // head_block)
     dv = v.new_empty(v.shape)
-    bc_parts = logs.new_empty(2 * head_blocks, 2, sizes.rows, sizes.tokens, sizes.groups, sizes.states)
-    sums = [torch.empty_like(logs) for _ in range(4)]
+    bc_parts = logs.new_empty(2 * head_blocks, 2, *b.shape)
+    sums = [torch.empty_like(logs) for _ in range(5)]
     end_flow, skip_parts = (logs.new_empty(sizes.rows, sizes.chunks, sizes.heads) for _ in range(2))
     chosen = launch.pinned(f"dendritic_scan_gradients/{type_class(sizes.dtype)}", v.device)
     gradients_kernel[(2 * sizes.rows * sizes.chunks, head_blocks, sizes.groups)](
-        v,
-        b,
-        c,
-        dy,
+        v_tiles,
+        b_tiles,
+        c_tiles,
+        dy_tiles,
+        by_head(dv, sizes),
+        by_state(states),
+        by_state(dstates),
         skip,
         logs,
         factors,
-        states,
-        dstates,
-        dv,
         bc_parts,
         *sums,
         end_flow,
@@ -289,10 +294,6 @@ def gradients(
         sizes.groups,
         sizes.heads // sizes.groups,
         head_block,
-        *v.stride()[:3],
-        *b.stride()[:3],
-        *c.stride()[:3],
-        *dy.stride()[:3],
         **sizes.blocks(),
         **chosen.options(),
     )
@@ -302,6 +303,7 @@ def gradients(
 
 
 def _sum_parts(parts: Tensor, sizes: Sizes) -> Tensor:
+    """The sum over the first dimension, in the dtype of b and c."""
     sums = parts.new_empty(parts.shape[1:], dtype=sizes.dtype)
     chosen = launch.pinned(f"dendritic_scan_part_sums/{type_class(sizes.dtype)}", parts.device)
     grid = (triton.cdiv(sums.numel(), chosen.blocks["BLOCK"]),)
@@ -312,6 +314,7 @@ def _sum_parts(parts: Tensor, sizes: Sizes) -> Tensor:
 def _decay_gradients(
     log_decay: Tensor, factors: Tensor, sums: list[Tensor], end_flow: Tensor, sizes: Sizes
 ) -> tuple[Tensor, Tensor]:
+    """(dlog_decay, dfactor), [B, L, H]."""
     dlog_decay, dfactor = (factors.new_empty(log_decay.shape) for _ in range(2))
     chosen = launch.pinned(f"dendritic_scan_decay_gradients/{type_class(sizes.dtype)}", log_decay.device)
     decay_gradients_kernel[(sizes.rows * sizes.chunks, triton.cdiv(sizes.heads, chosen.blocks["BLOCK_H"]))](

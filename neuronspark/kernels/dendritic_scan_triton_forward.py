@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from neuronspark.kernels import launch
 from neuronspark.kernels.exponential import LOWEST_LOG
@@ -22,8 +23,6 @@ from neuronspark.kernels.launch import ANY, Launch
 
 LARGEST_STATES = 128
 """The largest N that the kernels take."""
-LARGEST_COMPARTMENTS = 64
-"""The largest P of a head in the kernels; wider heads are split, since compartments do not mix."""
 WALKS_WANTED = 256
 """Rows are cut in segments until there are this many walks: about two a multiprocessor of a large card."""
 SMALLEST_SEGMENT_CHUNKS = 8
@@ -31,8 +30,13 @@ SMALLEST_SEGMENT_CHUNKS = 8
 
 
 def chunk_tokens(dtype: torch.dtype) -> int:
-    """Q: products of 64 x 64 tiles for tensor cores; fp32 products go without, and keep smaller tiles in registers."""
-    return 64 if dtype.itemsize == 2 else 32
+    """Q: what one instruction of the tensor cores takes; fp32 products do without, with both operands in registers."""
+    return 64 if dtype.itemsize == 2 else 16
+
+
+def largest_compartments(dtype: torch.dtype) -> int:
+    """The largest P of a head in the kernels; wider heads are split, since compartments do not mix."""
+    return chunk_tokens(dtype)
 
 
 def type_class(dtype: torch.dtype) -> str:
@@ -97,14 +101,30 @@ def tile(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def _pin(kernel: str, bits: str, chosen: Launch) -> str:
-    return launch.register(f"dendritic_scan_{kernel}/{bits}", {ANY: chosen})
-
-
-for _bits in ("16-bit", "32-bit"):
-    _pin("decays", _bits, Launch({"BLOCK_H": 16}, num_warps=4))
-    _pin("states", _bits, Launch({}, num_warps=4, num_stages=3 if _bits == "16-bit" else 1))
-    _pin("outputs", _bits, Launch({}, num_warps=4))
+CANDIDATES = {
+    "dendritic_scan_states/16-bit": [Launch({}, 4, 2), Launch({}, 4, 1), Launch({}, 4, 3)],
+    # The products' results become operands in the loop: one stage, until a card has shown that its compiler does
+    # more stages right. 168 registers let three programs share a multiprocessor.
+    "dendritic_scan_outputs/16-bit": [
+        Launch({}, 4, 1),
+        Launch({"maxnreg": 168}, 4, 2),
+        Launch({"maxnreg": 168}, 4, 3),
+        Launch({}, 4, 2),
+        Launch({"maxnreg": 128}, 4, 1),
+    ],
+}
+"""Launch configurations for Hopper, the pinned one first."""
+_PINNED = {
+    "dendritic_scan_decays/16-bit": {ANY: Launch({"BLOCK_H": 16}, 4)},
+    "dendritic_scan_decays/32-bit": {ANY: Launch({"BLOCK_H": 16}, 4)},
+    # Blackwell's compiler does not pipeline a loop that stores tiles.
+    "dendritic_scan_states/16-bit": {"sm_90": CANDIDATES["dendritic_scan_states/16-bit"][0], ANY: Launch({}, 4, 1)},
+    "dendritic_scan_states/32-bit": {ANY: Launch({}, 8, 1)},
+    "dendritic_scan_outputs/16-bit": {ANY: CANDIDATES["dendritic_scan_outputs/16-bit"][0]},
+    "dendritic_scan_outputs/32-bit": {ANY: Launch({}, 8, 1)},
+}
+for _name, _launches in _PINNED.items():
+    launch.register(_name, _launches)
 
 
 # --- kernels -------------------------------------------------------------------------------------------------
@@ -123,32 +143,15 @@ def expm1_of_log2(log2_x):
 
 
 @triton.jit
-def within(rows, columns, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """The mask of a tile: `rows` [., 1], and the columns below COLUMNS where the tile is wider."""
-    if COLUMNS == BLOCK:
-        return rows
-    else:
-        return rows & (columns < COLUMNS)[None, :]
+def load_tile(tensor, outer, head, token, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile [ROWS, COLUMNS] of a tensor that `by_head` describes, from a token on; zeros outside the tensor."""
+    return tl.reshape(tensor.load([outer, head, token, 0]), (ROWS, COLUMNS))
 
 
 @triton.jit
-def load_state(at, n, p, N: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
-    """A state [N, P] that lies contiguously at `at`; zeros in the rest of its tile."""
-    pointers = at + n[:, None] * P + p[None, :]
-    if N == BLOCK_N and P == BLOCK_P:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=(n < N)[:, None] & (p < P)[None, :], other=0.0)
-
-
-@triton.jit
-def store_state(at, state, n, p, N: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Writes a state [N, P] contiguously at `at`, in the type kept there."""
-    pointers = at + n[:, None] * P + p[None, :]
-    if N == BLOCK_N and P == BLOCK_P:
-        tl.store(pointers, state.to(at.dtype.element_ty))
-    else:
-        tl.store(pointers, state.to(at.dtype.element_ty), mask=(n < N)[:, None] & (p < P)[None, :])
+def store_tile(tensor, outer, head, token, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Writes the part of a tile that lies in the tensor, in the tensor's type."""
+    tensor.store([outer, head, token, 0], tl.reshape(tile.to(tensor.dtype), (1, 1, ROWS, COLUMNS)))
 
 
 @triton.jit
@@ -178,17 +181,37 @@ def sum_decays_kernel(
     token = chunk * BLOCK_Q + q
     inside = (token < tokens)[:, None] & (h < heads)[None, :]
     at = token.to(tl.int64)[:, None]
-    a_QH = tl.load(
-        log_decay + row * decay_row + at * decay_token + h[None, :] * decay_head, mask=inside, other=0.0
-    )
-    f_QH = tl.load(
-        factor + row * factor_row + at * factor_token + h[None, :] * factor_head, mask=inside, other=0.0
-    )
+    a_QH = tl.load(log_decay + row * decay_row + at * decay_token + h[None, :] * decay_head, mask=inside, other=0.0)
+    f_QH = tl.load(factor + row * factor_row + at * factor_token + h[None, :] * factor_head, mask=inside, other=0.0)
     a_QH = tl.where(a_QH < LOWEST, LOWEST, a_QH)
     s_QH = tl.cumsum(a_QH * 1.4426950408889634, axis=0)
     to = (row * heads + h[None, :]) * chunks * BLOCK_Q + token[:, None]
     tl.store(logs + to, s_QH, mask=(h < heads)[None, :])
     tl.store(factors + to, f_QH, mask=(h < heads)[None, :])
+
+
+@triton.jit
+def state_from_other_segments(
+    ends,
+    end_logs,
+    segment,
+    segments,
+    REVERSE: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The state with which a segment begins: the ends of those before it (REVERSE: after it), each decayed to here."""
+    n = tl.arange(0, BLOCK_N)[:, None]
+    p = tl.arange(0, BLOCK_P)[None, :]
+    S_NP = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
+    others = segments - 1 - segment if REVERSE else segment
+    for index in range(others):
+        other = segments - 1 - index if REVERSE else index
+        end_NP = tl.load(ends + other * (N * P) + n * P + p, mask=(n < N) & (p < P), other=0.0)
+        S_NP += S_NP * expm1_of_log2(tl.load(end_logs + other)) + end_NP
+    return S_NP
 
 
 @triton.jit
@@ -200,18 +223,11 @@ def walk_states_kernel(
     ends,
     end_logs,
     entering,
-    tokens,
     heads,
     chunks,
     segments,
     segment_chunks,
     group_heads,
-    left_row,
-    left_token,
-    left_group,
-    right_row,
-    right_token,
-    right_head,
     REVERSE: tl.constexpr,
     TO_END: tl.constexpr,
     N: tl.constexpr,
@@ -227,58 +243,44 @@ def walk_states_kernel(
     Otherwise from the other segments' ends, and the state before each chunk is written to `entering`.
     """
     head = tl.program_id(0)
-    row = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(2)
     segment = tl.program_id(1)
     if REVERSE and TO_END:
         segment += 1
     first = segment * segment_chunks
     count = tl.minimum(segment_chunks, chunks - first)
+    group = head // group_heads
     q = tl.arange(0, BLOCK_Q)
-    n = tl.arange(0, BLOCK_N)
-    p = tl.arange(0, BLOCK_P)
-    left += row * left_row + (head // group_heads) * left_group
-    right += row * right_row + head * right_head
-    by_head = (row * heads + head) * chunks * BLOCK_Q
-    logs += by_head
-    factors += by_head
-    ends += (row * heads + head) * segments * (N * P)
-    end_logs += (row * heads + head) * segments
-
-    S_NP = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
-    if not TO_END:
-        others = segments - 1 - segment if REVERSE else segment
-        for index in range(others):
-            other = segments - 1 - index if REVERSE else index
-            end_NP = load_state(ends + other * (N * P), n, p, N, P, BLOCK_N, BLOCK_P)
-            S_NP += S_NP * expm1_of_log2(tl.load(end_logs + other)) + end_NP
+    row_head = row.to(tl.int64) * heads + head
+    logs += row_head * chunks * BLOCK_Q
+    factors += row_head * chunks * BLOCK_Q
+    ends += row_head * segments * (N * P)
+    end_logs += row_head * segments
+    if TO_END:
+        S_NP = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
+    else:
+        S_NP = state_from_other_segments(ends, end_logs, segment, segments, REVERSE, N, P, BLOCK_N, BLOCK_P)
     whole_log = 0.0
     for index in range(count):
         chunk = first + count - 1 - index if REVERSE else first + index
-        if not TO_END:
-            to = ((row * chunks + chunk) * heads + head) * (N * P)
-            store_state(entering + to, S_NP, n, p, N, P, BLOCK_N, BLOCK_P)
-        inside = (chunk * BLOCK_Q + q < tokens)[:, None]
-        token = (chunk * BLOCK_Q).to(tl.int64)
-        left_QN = tl.load(
-            left + token * left_token + q[:, None] * left_token + n[None, :], mask=within(inside, n, N, BLOCK_N), other=0.0
-        )
-        right_QP = tl.load(
-            right + token * right_token + q[:, None] * right_token + p[None, :],
-            mask=within(inside, p, P, BLOCK_P),
-            other=0.0,
-        )
+        left_QN = load_tile(left, row, group, chunk * BLOCK_Q, BLOCK_Q, BLOCK_N)
+        right_QP = load_tile(right, row, head, chunk * BLOCK_Q, BLOCK_Q, BLOCK_P)
         s_Q = tl.load(logs + chunk * BLOCK_Q + q)
         total = tl.load(logs + chunk * BLOCK_Q + BLOCK_Q - 1)
+        if not TO_END:
+            store_tile(entering, row * chunks + chunk, head, 0, S_NP, BLOCK_N, BLOCK_P)
         if REVERSE:
             weight_Q = tl.exp2(s_Q)
         else:
             weight_Q = tl.exp2(total - s_Q) * tl.load(factors + chunk * BLOCK_Q + q)
-        weighted_QP = (right_QP * weight_Q[:, None]).to(right_QP.dtype)
+        weighted_QP = (right_QP * weight_Q[:, None]).to(right.dtype)
         S_NP += S_NP * expm1_of_log2(total)
         S_NP = tl.dot(tl.trans(left_QN), weighted_QP, S_NP, input_precision="ieee")
         whole_log += total
     if TO_END:
-        store_state(ends + segment * (N * P), S_NP, n, p, N, P, BLOCK_N, BLOCK_P)
+        n = tl.arange(0, BLOCK_N)[:, None]
+        p = tl.arange(0, BLOCK_P)[None, :]
+        tl.store(ends + segment * (N * P) + n * P + p, S_NP, mask=(n < N) & (p < P))
         tl.store(end_logs + segment, whole_log)
 
 
@@ -287,28 +289,18 @@ def outputs_kernel(
     v,
     b,
     c,
+    y,
+    entering,
     skip,
     logs,
     factors,
     ends,
     end_logs,
-    entering,
-    y,
-    tokens,
     heads,
     chunks,
     segments,
     segment_chunks,
     group_heads,
-    v_row,
-    v_token,
-    v_head,
-    b_row,
-    b_token,
-    b_group,
-    c_row,
-    c_token,
-    c_group,
     SAVE: tl.constexpr,
     N: tl.constexpr,
     P: tl.constexpr,
@@ -318,55 +310,39 @@ def outputs_kernel(
 ):
     """y over the chunks of one segment of one head's row, the state in registers; SAVE: writes it before each chunk."""
     head = tl.program_id(0)
-    row = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(2)
     segment = tl.program_id(1)
     first = segment * segment_chunks
     count = tl.minimum(segment_chunks, chunks - first)
+    group = head // group_heads
     q = tl.arange(0, BLOCK_Q)
-    n = tl.arange(0, BLOCK_N)
-    p = tl.arange(0, BLOCK_P)
-    v += row * v_row + head * v_head
-    b += row * b_row + (head // group_heads) * b_group
-    c += row * c_row + (head // group_heads) * c_group
-    y += (row * tokens * heads + head) * P
-    by_head = (row * heads + head) * chunks * BLOCK_Q
-    logs += by_head
-    factors += by_head
-    ends += (row * heads + head) * segments * (N * P)
-    end_logs += (row * heads + head) * segments
+    row_head = row.to(tl.int64) * heads + head
+    logs += row_head * chunks * BLOCK_Q
+    factors += row_head * chunks * BLOCK_Q
+    ends += row_head * segments * (N * P)
+    end_logs += row_head * segments
     skip_of_head = tl.load(skip + head).to(tl.float32)
-
-    S_NP = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
-    for other in range(segment):
-        end_NP = load_state(ends + other * (N * P), n, p, N, P, BLOCK_N, BLOCK_P)
-        S_NP += S_NP * expm1_of_log2(tl.load(end_logs + other)) + end_NP
+    S_NP = state_from_other_segments(ends, end_logs, segment, segments, False, N, P, BLOCK_N, BLOCK_P)
     for index in range(count):
         chunk = first + index
-        token = (chunk * BLOCK_Q).to(tl.int64)
-        inside = (chunk * BLOCK_Q + q < tokens)[:, None]
-        inside_P = within(inside, p, P, BLOCK_P)
-        inside_N = within(inside, n, N, BLOCK_N)
-        v_QP = tl.load(v + token * v_token + q[:, None] * v_token + p[None, :], mask=inside_P, other=0.0)
-        b_QN = tl.load(b + token * b_token + q[:, None] * b_token + n[None, :], mask=inside_N, other=0.0)
-        c_QN = tl.load(c + token * c_token + q[:, None] * c_token + n[None, :], mask=inside_N, other=0.0)
-        s_Q = tl.load(logs + chunk * BLOCK_Q + q)
-        f_Q = tl.load(factors + chunk * BLOCK_Q + q)
-        total = tl.load(logs + chunk * BLOCK_Q + BLOCK_Q - 1)
-        state_NP = S_NP.to(v_QP.dtype)
-        if SAVE:
-            to = ((row * chunks + chunk) * heads + head) * (N * P)
-            store_state(entering + to, state_NP, n, p, N, P, BLOCK_N, BLOCK_P)
-
+        token = chunk * BLOCK_Q
+        # In this order, few tiles are in registers at a time.
+        s_Q = tl.load(logs + token + q)
+        f_Q = tl.load(factors + token + q)
+        total = tl.load(logs + token + BLOCK_Q - 1)
+        b_QN = load_tile(b, row, group, token, BLOCK_Q, BLOCK_N)
+        c_QN = load_tile(c, row, group, token, BLOCK_Q, BLOCK_N)
         scores_QQ = tl.dot(c_QN, tl.trans(b_QN), input_precision="ieee")
         log_QQ = tl.where(q[:, None] >= q[None, :], s_Q[:, None] - s_Q[None, :], -float("inf"))
-        mixing_QQ = (scores_QQ * (tl.exp2(log_QQ) * f_Q[None, :])).to(v_QP.dtype)
+        mixing_QQ = (scores_QQ * (tl.exp2(log_QQ) * f_Q[None, :])).to(v.dtype)
+        v_QP = load_tile(v, row, head, token, BLOCK_Q, BLOCK_P)
+        weighted_QP = (v_QP * (f_Q * tl.exp2(total - s_Q))[:, None]).to(v.dtype)
+        state_NP = S_NP.to(v.dtype)
+        if SAVE:
+            store_tile(entering, row * chunks + chunk, head, 0, state_NP, BLOCK_N, BLOCK_P)
         y_QP = tl.dot(c_QN, state_NP, input_precision="ieee") * tl.exp2(s_Q)[:, None]
         y_QP = tl.dot(mixing_QQ, v_QP, y_QP, input_precision="ieee")
-        y_QP += v_QP * skip_of_head
-        at = q[:, None] * (heads * P) + p[None, :]
-        tl.store(y + token * heads * P + at, y_QP.to(y.dtype.element_ty), mask=inside_P)
-
-        weighted_QP = (v_QP * (f_Q * tl.exp2(total - s_Q))[:, None]).to(v_QP.dtype)
+        store_tile(y, row, head, token, y_QP + v_QP * skip_of_head, BLOCK_Q, BLOCK_P)
         S_NP += S_NP * expm1_of_log2(total)
         S_NP = tl.dot(tl.trans(b_QN), weighted_QP, S_NP, input_precision="ieee")
 
@@ -397,8 +373,26 @@ def sum_decays(log_decay: Tensor, factor: Tensor, sizes: Sizes) -> tuple[Tensor,
     return logs, factors
 
 
+def by_head(tensor_BLHW: Tensor, sizes: Sizes) -> TensorDescriptor:
+    """[B, L, H, W] (or groups for heads) as the kernels read and write it: tiles of a chunk of one head."""
+    rows, tokens, heads, width = tensor_BLHW.shape
+    strides = [tensor_BLHW.stride(dim) if tensor_BLHW.shape[dim] > 1 else width for dim in (0, 2, 1)]
+    block = [1, 1, sizes.chunk, tile(width)]
+    return TensorDescriptor(tensor_BLHW, [rows, heads, tokens, width], [*strides, 1], block)
+
+
+def new_states(tensor: Tensor, sizes: Sizes) -> Tensor:
+    """Room for a state a chunk and head in the dtype of `tensor`: [B c, H, N, P]."""
+    return tensor.new_empty(sizes.rows * sizes.chunks, sizes.heads, sizes.states, sizes.compartments)
+
+
+def by_state(states: Tensor) -> TensorDescriptor:
+    """States [B c, H, N, P] as the kernels read and write them: one state a tile."""
+    return TensorDescriptor.from_tensor(states, [1, 1, tile(states.shape[2]), tile(states.shape[3])])
+
+
 def segment_ends(
-    left: Tensor, right: Tensor, logs: Tensor, factors: Tensor, sizes: Sizes, *, reverse: bool
+    left: TensorDescriptor, right: TensorDescriptor, logs: Tensor, factors: Tensor, sizes: Sizes, *, reverse: bool
 ) -> tuple[Tensor, Tensor]:
     """Each segment's state from a zero one, [B, H, K, N, P], and its log2 decay, [B, H, K]; fp32.
 
@@ -407,37 +401,35 @@ def segment_ends(
     ends = logs.new_empty(sizes.rows, sizes.heads, sizes.segments, sizes.states, sizes.compartments)
     end_logs = logs.new_empty(sizes.rows, sizes.heads, sizes.segments)
     if sizes.segments > 1:
-        _walk(left, right, logs, factors, ends, end_logs, ends, sizes, reverse=reverse, to_end=True)
+        _walk(left, right, logs, factors, ends, end_logs, None, sizes, reverse=reverse)
     return ends, end_logs
 
 
-def state_gradients(c: Tensor, dy: Tensor, logs: Tensor, factors: Tensor, sizes: Sizes) -> Tensor:
-    """The gradient of the state that leaves each chunk, [B, c, H, N, P], in the dtype of v."""
+def state_gradients(
+    c: TensorDescriptor, dy: TensorDescriptor, logs: Tensor, factors: Tensor, states: Tensor, sizes: Sizes
+) -> Tensor:
+    """The gradient of the state that leaves each chunk, like `states`."""
     ends, end_logs = segment_ends(c, dy, logs, factors, sizes, reverse=True)
-    leaving = states_like(dy, sizes)
-    _walk(c, dy, logs, factors, ends, end_logs, leaving, sizes, reverse=True, to_end=False)
+    leaving = torch.empty_like(states)
+    _walk(c, dy, logs, factors, ends, end_logs, by_state(leaving), sizes, reverse=True)
     return leaving
 
 
-def states_like(tensor: Tensor, sizes: Sizes) -> Tensor:
-    """Room for a state a chunk and head."""
-    return tensor.new_empty(sizes.rows, sizes.chunks, sizes.heads, sizes.states, sizes.compartments)
-
-
 def _walk(
-    left: Tensor,
-    right: Tensor,
+    left: TensorDescriptor,
+    right: TensorDescriptor,
     logs: Tensor,
     factors: Tensor,
     ends: Tensor,
     end_logs: Tensor,
-    entering: Tensor,
+    entering: TensorDescriptor | None,
     sizes: Sizes,
     *,
     reverse: bool,
-    to_end: bool,
 ) -> None:
-    chosen = launch.pinned(f"dendritic_scan_states/{type_class(sizes.dtype)}", left.device)
+    """Write the state before each chunk to `entering`; without it, the segments' ends to `ends` and `end_logs`."""
+    to_end = entering is None
+    chosen = launch.pinned(f"dendritic_scan_states/{type_class(sizes.dtype)}", logs.device)
     walk_states_kernel[(sizes.heads, sizes.segments - to_end, sizes.rows)](
         left,
         right,
@@ -446,14 +438,11 @@ def _walk(
         ends,
         end_logs,
         entering,
-        sizes.tokens,
         sizes.heads,
         sizes.chunks,
         sizes.segments,
         sizes.segment_chunks,
         sizes.heads // sizes.groups,
-        *left.stride()[:3],
-        *right.stride()[:3],
         REVERSE=reverse,
         TO_END=to_end,
         **sizes.blocks(),
@@ -463,32 +452,29 @@ def _walk(
 
 def outputs(
     v: Tensor, b: Tensor, c: Tensor, skip: Tensor, logs: Tensor, factors: Tensor, sizes: Sizes, *, save: bool
-) -> tuple[Tensor, Tensor]:
-    """(y, the state that enters each chunk [B, c, H, N, P] in the dtype of v; empty unless `save`)."""
-    ends, end_logs = segment_ends(b, v, logs, factors, sizes, reverse=False)
+) -> tuple[Tensor, Tensor | None]:
+    """(y, the states that enter the chunks [B c, H, N, P] in the dtype of v, if they are to be saved)."""
+    v_tiles, b_tiles, c_tiles = (by_head(tensor, sizes) for tensor in (v, b, c))
+    ends, end_logs = segment_ends(b_tiles, v_tiles, logs, factors, sizes, reverse=False)
     y = v.new_empty(v.shape)
-    entering = states_like(v, sizes) if save else v.new_empty(0)
+    entering = new_states(v, sizes) if save else None
     chosen = launch.pinned(f"dendritic_scan_outputs/{type_class(sizes.dtype)}", v.device)
     outputs_kernel[(sizes.heads, sizes.segments, sizes.rows)](
-        v,
-        b,
-        c,
+        v_tiles,
+        b_tiles,
+        c_tiles,
+        by_head(y, sizes),
+        None if entering is None else by_state(entering),
         skip,
         logs,
         factors,
         ends,
         end_logs,
-        entering,
-        y,
-        sizes.tokens,
         sizes.heads,
         sizes.chunks,
         sizes.segments,
         sizes.segment_chunks,
         sizes.heads // sizes.groups,
-        *v.stride()[:3],
-        *b.stride()[:3],
-        *c.stride()[:3],
         SAVE=save,
         **sizes.blocks(),
         **chosen.options(),

@@ -35,7 +35,7 @@ def _blocks(tokens: int) -> list[tuple[int, int]]:
     return [(first, min(first + QUERY_BLOCK_TOKENS, tokens)) for first in range(0, tokens, QUERY_BLOCK_TOKENS)]
 
 
-def _block_logits(
+def block_logits(
     query_ZLa: Tensor, key_ZLa: Tensor, clock_ZL: Tensor, log_write_ZL: Tensor, first: int, end: int
 ) -> Tensor:
     """The block's logits without each query's own clock, relative to the block's reference: [Z, q, e]."""
@@ -60,7 +60,7 @@ class _PoolRead(torch.autograd.Function):
         read_ZLd = torch.empty_like(value_ZLd)
         lse_ZL = torch.empty_like(step_ZL)
         for first, end in _blocks(tokens):
-            p_Zqe = _block_logits(query_ZLa, key_ZLa, clock_ZL, log_write_ZL, first, end)
+            p_Zqe = block_logits(query_ZLa, key_ZLa, clock_ZL, log_write_ZL, first, end)
             highest = p_Zqe.amax(2, keepdim=True)
             total = exp_or_zero_(p_Zqe.sub_(highest)).sum(2, keepdim=True)
             read = torch.bmm(p_Zqe.to(value_ZLd.dtype), value_ZLd[:, :end])
@@ -80,7 +80,7 @@ class _PoolRead(torch.autograd.Function):
         inner_ZL1 = (at_least_fp32(dread_ZLd) * read_ZLd).sum(2, keepdim=True)
         for first, end in _blocks(query_ZLa.shape[1]):
             block = slice(first, end)
-            p_Zqe = _block_logits(query_ZLa, key_ZLa, clock_ZL, log_write_ZL, first, end)
+            p_Zqe = block_logits(query_ZLa, key_ZLa, clock_ZL, log_write_ZL, first, end)
             exp_or_zero_(p_Zqe.sub_(lse_ZL[:, block, None]))
             dread_Zqd = at_least_fp32(dread_ZLd[:, block])
             dvalue_ZLd[:, :end].baddbmm_(p_Zqe.transpose(1, 2), dread_Zqd)

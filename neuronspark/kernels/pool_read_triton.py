@@ -42,10 +42,6 @@ from neuronspark.kernels.launch import ANY, CompileCase, Launch, pinned, registe
 
 PADDED_TOKENS = 128
 """Vectors of a number a token are padded to a multiple of this: the longest block of a kernel."""
-CLOCK_BLOCKS = 32
-"""64-token blocks that a step of the clock's scan takes at once."""
-SCAN_TOKENS = 2048
-"""Tokens that a step of the step gradient's scan takes at once."""
 DESCRIPTOR_BYTES = 16
 """What a tensor descriptor asks of a tensor's address and strides: multiples of this."""
 SMALLEST_DOT = 16
@@ -54,26 +50,42 @@ SMALLEST_DOT = 16
 # --- launch configurations -----------------------------------------------------------------------------------
 
 
-def _launch(queries: int, keys: int, num_warps: int, num_stages: int) -> Launch:
-    return Launch({"BLOCK_QUERIES": queries, "BLOCK_KEYS": keys}, num_warps, num_stages)
+def _launches(*choices: tuple[int, int, int, int]) -> list[Launch]:
+    """Of (BLOCK_QUERIES, BLOCK_KEYS, warps, stages)."""
+    return [Launch({"BLOCK_QUERIES": q, "BLOCK_KEYS": k}, warps, stages) for q, k, warps, stages in choices]
 
 
 CANDIDATES: dict[str, list[Launch]] = {
-    "pool_read_forward/64": [_launch(128, 64, 8, 3), _launch(64, 64, 4, 3), _launch(128, 64, 8, 2)],
-    "pool_read_forward/128": [_launch(128, 64, 8, 2), _launch(64, 64, 4, 2), _launch(128, 32, 8, 3)],
-    "pool_read_forward/fp32": [_launch(16, 16, 4, 1)],
-    "pool_read_query_gradient/64": [_launch(64, 64, 4, 3), _launch(128, 64, 8, 3), _launch(128, 64, 8, 2)],
-    "pool_read_query_gradient/128": [_launch(128, 64, 8, 2), _launch(64, 64, 4, 2), _launch(128, 32, 8, 3)],
-    "pool_read_query_gradient/fp32": [_launch(16, 16, 8, 1)],
-    "pool_read_key_gradient/64": [_launch(64, 128, 8, 3), _launch(64, 64, 4, 3), _launch(32, 128, 8, 3)],
-    "pool_read_key_gradient/128": [_launch(32, 128, 8, 2), _launch(32, 64, 4, 2), _launch(32, 128, 8, 3)],
-    "pool_read_key_gradient/fp32": [_launch(16, 16, 8, 1)],
+    "pool_read_forward/64": _launches(
+        (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 32, 8, 4)
+    ),
+    "pool_read_forward/128": _launches((64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 3), (128, 64, 8, 3)),
+    "pool_read_forward/fp32": _launches((16, 16, 4, 1)),
+    "pool_read_query_gradient/64": _launches(
+        (64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 4)
+    ),
+    "pool_read_query_gradient/128": _launches((64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3)),
+    "pool_read_query_gradient/fp32": _launches((16, 16, 8, 1)),
+    "pool_read_key_gradient/64": _launches(
+        (64, 64, 4, 3), (64, 128, 8, 3), (32, 128, 8, 3), (64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 4)
+    ),
+    "pool_read_key_gradient/128": _launches((32, 64, 4, 2), (32, 128, 8, 2), (32, 128, 8, 3), (32, 64, 4, 3)),
+    "pool_read_key_gradient/fp32": _launches((16, 16, 8, 1)),
 }
-"""By kernel and width class; the first of each is pinned. The block that a loop walks over (keys in the forward and the
-query gradient, queries in the key gradient) divides the 64 tokens that share a reference, and the other block."""
+"""By kernel and width class; the first of each, the fastest on an H200, is pinned. The block that a loop walks over
+(keys in the forward and the query gradient, queries in the key gradient) divides the 64 tokens that share a reference,
+and the other block. Blocks of queries of the forward and the query gradient are no shorter than the key gradient's,
+which reads what they write of the padding. fp32 products are three of TF32 each (2^-22 of a product is lost): in plain
+fp32 no tile is small enough to stay in registers."""
 
+_LATER_CARDS = {"pool_read_key_gradient/64": _launches((64, 64, 4, 2))[0]}
+"""What the cards after Hopper have in its place: with three stages it spills a register there."""
 for _name, _candidates in CANDIDATES.items():
-    register(_name, {ANY: _candidates[0]})
+    register(_name, {ANY: _LATER_CARDS.get(_name, _candidates[0]), "sm_90": _candidates[0]})
+CLOCK = register("pool_read_clock", {ANY: Launch({"BLOCKS": 32}, 8)})
+"""BLOCKS: 64-token blocks that a step of the scan takes at once."""
+STEP_GRADIENT = register("pool_read_step_gradient", {ANY: Launch({"BLOCK": 2048}, 8)})
+"""BLOCK: tokens that a step of the scan takes at once."""
 
 KERNELS = {
     "forward": kernels.forward_kernel,
@@ -223,7 +235,7 @@ def run_clock(step_BhL: Tensor, log_write_BhL: Tensor) -> Clock:
     high_ZC, low_ZC = (_empty(step_BhL, rows * heads, blocks) for _ in range(2))
     kernels.clock_kernel[(rows * heads,)](
         step_BhL, log_write_BhL, local_ZP, high_ZC, low_ZC, *step_BhL.stride(), *log_write_BhL.stride(),
-        heads, tokens, padded, BLOCKS=CLOCK_BLOCKS, num_warps=8,
+        heads, tokens, padded, **pinned(CLOCK, step_BhL.device).options(),
     )  # fmt: skip
     return Clock(local_ZP, high_ZC, low_ZC)
 
@@ -284,9 +296,8 @@ def run_step_gradient(column_BhL: Tensor, row_BhL: Tensor) -> Tensor:
     """Reverse cumulative sum of column - row over a row's tokens [B, h, L]."""
     rows, heads, tokens = column_BhL.shape
     dstep_BhL = torch.empty_like(column_BhL)
-    kernels.step_gradient_kernel[(rows * heads,)](
-        column_BhL, row_BhL, dstep_BhL, tokens, BLOCK=SCAN_TOKENS, num_warps=8
-    )
+    options = pinned(STEP_GRADIENT, column_BhL.device).options()
+    kernels.step_gradient_kernel[(rows * heads,)](column_BhL, row_BhL, dstep_BhL, tokens, **options)
     return dstep_BhL
 
 
@@ -297,9 +308,19 @@ _COMPILED_WIDTHS = ((96, 64), (80, 64), (64, 32), (160, 128))
 
 
 def compile_cases() -> list[CompileCase]:
-    """The attention kernels at the widths of the presets and their neighbours, in bf16 and at one width in fp32."""
+    """Every kernel; the attention at the widths of the presets and their neighbours, and at one width in fp32."""
     shapes = [*((pair, torch.bfloat16) for pair in _COMPILED_WIDTHS), (_COMPILED_WIDTHS[0], torch.float32)]
-    return [compile_case_of(kernel, widths(*pair, dtype), dtype) for pair, dtype in shapes for kernel in KERNELS]
+    scans = ((CLOCK, kernels.clock_kernel), (STEP_GRADIENT, kernels.step_gradient_kernel))
+    return [
+        *(CompileCase(name, function, _scan_types(function)) for name, function in scans),
+        *(compile_case_of(kernel, widths(*pair, dtype), dtype) for pair, dtype in shapes for kernel in KERNELS),
+    ]
+
+
+def _scan_types(function: Any) -> dict[str, str]:
+    """fp32 tensors, then sizes and strides."""
+    tensors = ("step", "log_write", "local", "base_high", "base_low", "column", "row", "dstep")
+    return {name: "*fp32" if name in tensors else "i32" for name in function.arg_names if name.islower()}
 
 
 def compile_case_of(

@@ -47,9 +47,9 @@ def _tiles(tokens: int, channels: int, warps: int, programs_per_sm: int, stages:
     return Launch(blocks, num_warps=warps)
 
 
-RELEASE_FORWARD = launch.register("release_forward", {ANY: _tiles(4, 512, 4, 10)})
-RELEASE_BACKWARD = launch.register("release_backward", {ANY: _tiles(4, 512, 4, 7)})
-PRODUCT_FORWARD = launch.register("release_product_forward", {ANY: _tiles(4, 512, 4, 6)})
+RELEASE_FORWARD = launch.register("release_forward", {ANY: _tiles(2, 512, 4, 12, 3)})
+RELEASE_BACKWARD = launch.register("release_backward", {ANY: _tiles(2, 512, 4, 8, 3)})
+PRODUCT_FORWARD = launch.register("release_product_forward", {ANY: _tiles(2, 512, 4, 8, 3)})
 PRODUCT_BACKWARD = launch.register("release_product_backward", {ANY: _tiles(2, 512, 4, 5, 3)})
 
 CANDIDATES = {

@@ -43,7 +43,7 @@ from neuronspark.kernels.exponential_triton import one_minus_exp, sigmoids, soft
 from neuronspark.kernels.launch import ANY, CompileCase, Launch, pinned, register
 from neuronspark.kernels.partial_sums_triton import sum_partials
 
-_DEFAULT = Launch({"CHUNK": 64, "STEP": 16, "BLOCK_K": 64}, num_warps=1)
+_DEFAULT = Launch({"CHUNK": 64, "STEP": 8, "BLOCK_K": 64}, num_warps=1)
 CONFIGURATION = register("trace_scan", {ANY: _DEFAULT})
 """One for the kernels over tokens: CHUNK tokens a program, STEP at a time; chunk ends pass from kernel to kernel."""
 _CARRY = Launch({"STEP": 32, "BLOCK_K": 32}, num_warps=1)
@@ -54,7 +54,7 @@ CANDIDATES = {
         _DEFAULT,
         Launch({"CHUNK": 128, "STEP": 16, "BLOCK_K": 64}, num_warps=1),
         Launch({"CHUNK": 64, "STEP": 8, "BLOCK_K": 128}, num_warps=1),
-        Launch({"CHUNK": 64, "STEP": 8, "BLOCK_K": 64}, num_warps=1),
+        Launch({"CHUNK": 64, "STEP": 16, "BLOCK_K": 64}, num_warps=1),
         Launch({"CHUNK": 64, "STEP": 16, "BLOCK_K": 128}, num_warps=2),
     ],
     CARRY_CONFIGURATION: [_CARRY, Launch({"STEP": 16, "BLOCK_K": 32}, num_warps=1)],

@@ -14,7 +14,7 @@ import typer
 
 from nstrain import __version__
 from nstrain.base.errors import ExitCode, Interrupted, NstrainError
-from nstrain.cli import bench, data, lines, model
+from nstrain.cli import bench, data, lines, model, tune
 
 app = typer.Typer(
     help="Pre-train NeuronSpark language models on streamed text: exactly resumable, unattended.",
@@ -28,6 +28,7 @@ app.add_typer(data.app, name="data")
 lines.register(app)
 model.register(app)
 bench.register(app)
+tune.register(app)
 
 
 def _print_version(wanted: bool) -> None:

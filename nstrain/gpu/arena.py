@@ -40,6 +40,10 @@ class ArenaNotEmpty(NstrainError):
     """Something still lives in an arena that is to be closed; the message says how much."""
 
 
+class ArenaTooSmall(NstrainError):
+    """Work took more memory from the driver than its arena held."""
+
+
 @functools.cache
 def arena_stream() -> torch.cuda.Stream:
     """The stream of all arenas of this process."""

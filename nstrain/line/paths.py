@@ -5,6 +5,7 @@ checkpoints/u00001200/   one checkpoint an update      supervisor.json   who sup
 checkpoints/latest       the name of the one to go on from        heartbeat   what the trainer does now
 set-aside/               checkpoints that a rollback took out      STOP        a request to stop
 journal.db               the record                    run.log           printed rows and events
+tune/                    trials, kernel table and log of `nstrain tune`
 """
 
 from __future__ import annotations
@@ -83,6 +84,11 @@ class LinePaths:
     def stop(self) -> Path:
         """The request to stop, while it exists."""
         return self.root / "STOP"
+
+    @property
+    def tune(self) -> Path:
+        """What `nstrain tune` measured (nstrain.tune.records)."""
+        return self.root / "tune"
 
     @property
     def supervisor_lock(self) -> Path:

@@ -16,12 +16,19 @@ from nstrain.base.errors import Refusal
 from nstrain.settings.host_file import HOST_FILE_VARIABLE, host_file
 from nstrain.settings.model import Settings, load
 
+MODEL_PACKAGE = "neuronspark"
+"""The model package's name, unless host.json names a package of another name."""
+
+_entered_package = MODEL_PACKAGE
+"""The model package's name in this process."""
+
 
 class HostSettings(Settings):
     """Settings of the host; every field is optional."""
 
     neuronspark: str | None = None
-    """Directory that holds the model package `neuronspark` to train (default: the one that comes with nstrain)."""
+    """The model package to train: a package's own directory, whatever its name, or a directory that holds a package
+    `neuronspark` (default: the one that comes with nstrain)."""
     env: dict[str, str] = pydantic.Field(default_factory=dict)
     """Environment variables set for every command and its children, before torch is imported."""
     work_root: str | None = None
@@ -40,12 +47,23 @@ def load_host() -> HostSettings:
             raise Refusal(f"{path}: named by ${HOST_FILE_VARIABLE}, but there is no such file")
         return HostSettings()
     host = load(HostSettings, path)
-    if host.neuronspark is not None and not (Path(host.neuronspark) / "neuronspark" / "__init__.py").is_file():
+    if host.neuronspark is not None and not (_package_directory(host.neuronspark) / "__init__.py").is_file():
         raise Refusal(
-            f"{path}: field 'neuronspark': expected a directory that holds the package neuronspark/, "
-            f"found {host.neuronspark!r}"
+            f"{path}: field 'neuronspark': expected a directory that holds the package neuronspark/, or a package's "
+            f"own directory, found {host.neuronspark!r}"
         )
     return host
+
+
+def _package_directory(named: str) -> Path:
+    """The directory of the model package that host.json names, by itself or by what holds it."""
+    path = Path(named).resolve()
+    return path / MODEL_PACKAGE if (path / MODEL_PACKAGE).is_dir() else path
+
+
+def model_package() -> str:
+    """The name that the model package is imported by in this process, as `enter_host` left it."""
+    return _entered_package
 
 
 def enter_host() -> HostSettings:
@@ -58,9 +76,11 @@ def enter_host() -> HostSettings:
         assert "torch" not in sys.modules, "host.json must be read before torch is imported"
     os.environ.update(host.env)
     if host.neuronspark is not None:
-        path = str(Path(host.neuronspark).resolve())
-        if path not in sys.path:
-            sys.path.insert(0, path)
+        package = _package_directory(host.neuronspark)
+        if str(package.parent) not in sys.path:
+            sys.path.insert(0, str(package.parent))
+        global _entered_package
+        _entered_package = package.name
     return host
 
 

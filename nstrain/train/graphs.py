@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from nstrain.base.errors import NstrainError
-from nstrain.gpu.arena import Arena, arena_stream
+from nstrain.gpu.arena import Arena, ArenaTooSmall, arena_stream
 from nstrain.settings.run import LengthSettings, OptimizerSettings
 from nstrain.train.engine import EagerEngine, TokenRows, UpdateReadings
 from nstrain.train.model import IGNORED_TOKEN, TrainableModel
+from nstrain.train.norms import StretchTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,8 @@ class GraphEngine(EagerEngine):
         with torch.cuda.stream(arena_stream()):
             # Autograd runs what it does for a parameter on the stream that was current when its hook was registered.
             super().__init__(model, settings)
+            # Made here and not when the norms are first taken: in the arena an earlier graph would write over it.
+            self.flat.stretches = StretchTable(self.flat)
         self._arena: Arena | None = None
         self._hold_bytes = hold_bytes
         self._micro_graphs: dict[_Shape, torch.cuda.CUDAGraph] = {}
@@ -88,6 +91,10 @@ class GraphEngine(EagerEngine):
         self._refuse_growth("validation")
         return host.mean(axis=1)
 
+    def open_arena(self) -> int:
+        """Take the arena's memory now, and not with the first micro-batch; the bytes it holds."""
+        return self._opened_arena().held_bytes
+
     def close_arena(self) -> int:
         """Give the arena's memory back, graphs and all; the bytes returned. The next micro-batch makes it anew."""
         if self._arena is None:
@@ -110,7 +117,7 @@ class GraphEngine(EagerEngine):
         """Raise if the arena had to take more than it held: then it is too small for what this line does."""
         if self._hold_bytes != 0 and self._opened_arena().grown_segments():
             grown = self._opened_arena().grown_segments()
-            raise NstrainError(
+            raise ArenaTooSmall(
                 f"{what} took {grown} more segments from the driver than the arena held: other processes may take that "
                 "memory the next time; use fewer micro_rows (nstrain tune)"
             )

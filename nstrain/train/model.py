@@ -1,12 +1,13 @@
 """The one door to the model package: building or loading a model, its presets, and holding a model to its contract.
 
-Any model that satisfies `TrainableModel` can be trained. host.json's `neuronspark` names the directory the package is
-imported from; everything else in nstrain meets the model through this file.
+Any model that satisfies `TrainableModel` can be trained. host.json's `neuronspark` may name another package than the
+one that comes along; everything else in nstrain meets the model through this file.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nstrain.base.errors import Refusal
+from nstrain.settings.host import model_package
 from nstrain.settings.run import ModelSettings, RunSettings
 
 GROUPS = ("matrix", "embedding", "memory", "neuron", "norm")
@@ -245,13 +247,14 @@ def model_cost(model: str | Mapping[str, Any], row_tokens: int) -> ModelCost:
 
 def _package(needed: str = "NeuronSpark") -> Any:
     """The model package. Raises `Refusal` if there is none, or none that has what is needed."""
+    name = model_package()
     try:
-        import neuronspark
+        package = importlib.import_module(name)
     except ImportError as error:
         raise Refusal(
-            f"the model package 'neuronspark' cannot be imported ({error}); install it, or name its directory in "
+            f"the model package {name!r} cannot be imported ({error}); install it, or name its directory in "
             "host.json's field 'neuronspark'"
         ) from error
-    if not hasattr(neuronspark, needed):
-        raise Refusal(f"the model package in {neuronspark.__path__[0]} has no {needed!r}, which this needs")
-    return neuronspark
+    if not hasattr(package, needed):
+        raise Refusal(f"the model package in {package.__path__[0]} has no {needed!r}, which this needs")
+    return package

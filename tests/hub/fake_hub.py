@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -62,8 +63,8 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """How an answer fails: cut, flip, stall, 503, 500, 429, 404, gone, 403, reset, ignore_range, longer, shorter,
-    other_range, drip, gzip."""
+    """How an answer fails: cut, flip, stall, 503, 500, 429, 404, gone, 403, reset, hang, ignore_range, longer, shorter,
+    other_range, drip, gzip, flood, bomb; a redirect also: refused, no address, loop."""
 
     kind: str
     amount: float = 0.5
@@ -201,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
         if file is None or file.content is None:
             return self.refuse(404, "EntryNotFound")
         if request.what == "resolve":
-            return self.send_redirect(repo, commit, rest, file)
+            return self.send_redirect(repo, commit, rest, file, fault)
         return self.send_file(file, request, fault)
 
     def fails_at_once(self, fault: Fault) -> bool:
@@ -220,6 +221,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.refuse(503, "", {"Retry-After": "0"})
         elif fault.kind in ("500", "403", "416"):
             self.refuse(int(fault.kind), "")
+        elif fault.kind in ("flood", "bomb"):
+            self.flood(packed=fault.kind == "bomb")
         elif fault.kind == "404":
             self.refuse(404, "EntryNotFound")
         elif fault.kind == "gone":
@@ -227,6 +230,22 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             return False
         return True
+
+    def flood(self, packed: bool) -> None:
+        """Blanks without end, as a beginning of JSON; or a GiB of them, packed into one MiB."""
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        if packed:
+            self.send_header("Content-Encoding", "gzip")
+        self.end_headers()
+        self.close_connection = True
+        blanks, packer = b" " * (1 << 20), zlib.compressobj(9, zlib.DEFLATED, 31)
+        begin, again = (packer.compress(blanks) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+        with contextlib.suppress(OSError):
+            if packed:
+                self.wfile.write(begin + again * 1023)
+            while not packed and not self.server.hub._closing.is_set():
+                self.wfile.write(blanks)
 
     def refuse(self, status: int, code: str, headers: Mapping[str, str] | None = None) -> None:
         body = b"" if self.command == "HEAD" else b'{"error": "no"}'
@@ -265,12 +284,14 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Link"] = f'<{hub.endpoint}{path}?{again}&cursor={last}>; rel="next"'
         return self.send_json(entries[first:last], headers, fault)
 
-    def send_redirect(self, repo: str, commit: str, path: str, file: HubFile) -> None:
+    def send_redirect(self, repo: str, commit: str, path: str, file: HubFile, fault: Fault | None) -> None:
         self.send_response(302)
         self.send_header("X-Repo-Commit", commit)
         self.send_header("X-Linked-Size", str(file.size))
         self.send_header("X-Linked-ETag", f'"{file.sha256 if file.large else file.blob_id}"')
         place = f"http://localhost:{self.server.hub.port}/cdn/{repo}/{commit}/{quote(path)}?Signature=x"
+        elsewhere = {"refused": "http://localhost:9/cdn", "no address": "file:///etc/passwd", "loop": self.path}
+        place = elsewhere.get(fault.kind if fault else "", place)
         self.send_header("Location", place)
         self.send_header("Content-Length", "0")
         self.end_headers()
@@ -349,16 +370,25 @@ class Crowd:
 
 FILE_FAULTS = ("cut", "flip", "stall", "503", "500", "429", "reset", "ignore_range", "longer", "shorter", "other_range",
                "403", "gzip", "hang")  # fmt: skip
+RESOLVE_FAULTS = ("503", "500", "429", "reset", "hang", "refused", "404", "gone")
 
 
 class SeededFaults:
-    """So many faults of some kinds, spread over the requests for files by a seed; never two of one file in a row."""
+    """So many faults of all kinds, spread over the requests for files by a seed; of a file no more of those that are
+    given up on than it takes."""
 
-    def __init__(self, seed: int, count: int, kinds: tuple[str, ...] = FILE_FAULTS, rate: float = 0.4) -> None:
+    def __init__(self, seed: int, count: int, rate: float = 0.4) -> None:
         self._draw, self._lock = random.Random(seed), threading.Lock()
-        self.left, self._kinds, self._rate = count, kinds, rate
+        self.left, self._rate = count, rate
         self._suspects: dict[str, int] = {}
+        self._missed: set[str] = set()
         self.made: dict[str, int] = {}
+
+    def renew(self) -> None:
+        """What was given up on so far is behind: files may be again as at the start."""
+        with self._lock:
+            self._suspects.clear()
+            self._missed.clear()
 
     def __call__(self, request: Request) -> Fault | None:
         if request.what not in ("resolve", "bytes"):
@@ -366,11 +396,11 @@ class SeededFaults:
         with self._lock:
             if self.left <= 0 or self._draw.random() > self._rate:
                 return None
-            without_body = [kind for kind in self._kinds if kind in ("503", "500", "429", "reset", "hang")]
-            kinds = without_body if request.what == "resolve" else self._kinds
-            if not kinds:
-                return None
-            kind = self._draw.choice(kinds)
+            kind = self._draw.choice(RESOLVE_FAULTS if request.what == "resolve" else FILE_FAULTS)
+            if kind in ("404", "gone"):  # then it is fetched from the repository's main branch
+                if request.path in self._missed:
+                    return None
+                self._missed.add(request.path)
             if kind in ("flip", "longer", "shorter", "other_range", "403", "gzip"):  # given up on after some in a row
                 if self._suspects.get(request.path, 0) >= 2:
                     return None

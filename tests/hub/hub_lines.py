@@ -73,7 +73,7 @@ def environment(hub: FakeHub, **variables: str) -> dict[str, str]:
 
 
 def preparer_child(
-    hub: FakeHub, work: Path, until: int = 2, file_limit: int | None = None, **variables: str
+    hub: FakeHub, work: Path, until: int = 2, file_limit: int | None = None, workers: int = 0, **variables: str
 ) -> subprocess.Popen[str]:
     """The preparer as a process, as impatient as this one; with `file_limit` no file of its grows beyond that."""
     fields = dataclasses.asdict(patience.PATIENCE)
@@ -89,7 +89,7 @@ if limit is not None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
-sys.exit(int(preparer.run_preparer(Path({str(work)!r}), 1, {until}, lambda: bool(told), workers=0)))
+sys.exit(int(preparer.run_preparer(Path({str(work)!r}), 1, {until}, lambda: bool(told), workers={workers})))
 """
     return subprocess.Popen(
         [sys.executable, "-c", program], env=environment(hub, **variables), stderr=subprocess.PIPE, text=True
@@ -103,6 +103,12 @@ def command(hub: FakeHub, *arguments: str, **variables: str) -> subprocess.Compl
         [sys.executable, "-c", program, *arguments],
         env=environment(hub, **variables), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
+
+
+def peak_mib() -> int:
+    """The most memory that this process has had; unlike its `ru_maxrss`, without its parent's before it was started."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) >> 10
 
 
 def status_of(work: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from fake_hub import FILE_FAULTS, Crowd, FakeHub, Fault, HubFile, Request, Seede
 from nstrain.base.errors import DiskFull
 from nstrain.data.hub import client, patience
 from nstrain.data.hub.downloads import DownloadProgress, Downloads
-from nstrain.data.hub.errors import AccessDenied, FileVanished, WrongBytes
+from nstrain.data.hub.errors import AccessDenied, FileVanished, HubRefusal, WrongBytes
 from nstrain.data.sources import PinnedFile, SourceSettings
 
 REPO, PATH = "some/corpus", "data/a/part 1.parquet"
@@ -70,6 +70,24 @@ def test_a_file_comes_whole_after_any_fault(hub: FakeHub, place: Path, kind: str
 def test_the_hub_itself_may_fail_too(hub: FakeHub, place: Path, kind: str) -> None:
     commit = hub.add(REPO, {PATH: CONTENT})
     hub.fault = once(Fault(kind, 0), Fault(kind, 0), what="resolve")
+    fetch(place, source(commit), pinned())
+
+
+def test_a_storage_host_that_refuses_a_link_costs_no_byte(hub: FakeHub, place: Path) -> None:
+    """Links are signed for a while; the hub gives another one, and the file goes on."""
+    commit = hub.add(REPO, {PATH: CONTENT})
+    hub.fault = once(Fault("cut", 0.5), Fault("403"), Fault("403"))
+    fetch(place, source(commit), pinned())
+    assert [r.range_start for r in hub.requests if r.what == "bytes"] == [0, 150_000, 150_000, 150_000]
+
+
+@pytest.mark.parametrize("kind", ["no address", "loop"])
+def test_redirects_that_lead_nowhere_are_given_up_on(hub: FakeHub, place: Path, kind: str) -> None:
+    commit = hub.add(REPO, {PATH: CONTENT})
+    hub.fault = lambda r: Fault(kind) if r.what == "resolve" else None
+    with pytest.raises(WrongBytes, match="which is no web address|more than 5 redirects"):
+        Downloads(place, source(commit)).fetch([pinned()])
+    hub.fault = once(Fault(kind), what="resolve")
     fetch(place, source(commit), pinned())
 
 
@@ -220,6 +238,16 @@ def test_a_proxy_of_the_environment_is_used(hub: FakeHub, place: Path, monkeypat
     monkeypatch.setenv("NO_PROXY", "elsewhere.example")
     fetch(place, source(commit), pinned())
     assert [r.host for r in hub.requests] == ["hub.example", f"localhost:{hub.port}"]
+
+
+def test_a_proxy_of_another_kind_is_refused(hub: FakeHub, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = hub.add(REPO, {PATH: CONTENT})
+    monkeypatch.delenv("NO_PROXY")
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+    with pytest.raises(HubRefusal, match="the proxy for http is of kind socks5, expected http://HOST:PORT"):
+        Downloads(place, source(commit)).fetch([pinned()])
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    fetch(place, source(commit), pinned())
 
 
 def test_a_stop_does_not_wait_for_a_server_that_does_not_answer(hub: FakeHub, place: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from nstrain.base.errors import ExitCode, Refusal
 from nstrain.data.branch import branch_line
 from nstrain.data.hub import patience
 from nstrain.data.hub.errors import AccessDenied, FileVanished, HubRefusal
+from nstrain.data.init import Recipe
 from nstrain.data.line import DataLine
 from nstrain.data.manifest import files_taken
 from nstrain.data.preparer import PreparerStatus
@@ -28,6 +31,7 @@ from nstrain.data.readers import MissingColumn
 from nstrain.data.rebuild import rebuild_cycle, rebuild_in_line
 from nstrain.data.val import collect_held_out
 from nstrain.data.verify import verify_line
+from nstrain.settings.model import validate
 
 
 @pytest.fixture
@@ -48,6 +52,23 @@ def undisturbed(_server: FakeHub, tmp_path_factory: pytest.TempPathFactory, toke
 
 def fetched(work: Path) -> list[str]:
     return sorted(p.name for p in (work / "downloads").rglob("*") if p.is_file())
+
+
+def test_the_example_s_command_as_typed(corpora: FakeHub, tmp_path: Path, tokenizer: Path) -> None:
+    """Nothing more is given than there: recipe, tokenizer, directory and unit are the defaults."""
+    host = tmp_path / "host.json"
+    host.write_text(json.dumps({"tokenizer": str(tokenizer), "work_root": str(tmp_path)}))
+    typed = "data init --work D --eos-id 1 --cycle-tokens 2e10"
+    assert typed in (Path(__file__).parents[2] / "examples" / "minicpm-2b" / "README.md").read_text()
+    shown = command(corpora, *typed.split(), NSTRAIN_HOST=str(host))
+    assert shown.returncode == 0, shown.stderr
+    assert "open-ended of 19,975,372,800 tokens in 16 segments; unit 32,768" in shown.stdout
+    line = DataLine.open(tmp_path / "D")
+    assert len(line.source_names) == 15
+    assert line.eos_id == 1
+    planned = command(corpora, "data", "plan", "--work", "D", NSTRAIN_HOST=str(host))
+    assert planned.returncode == 0, planned.stderr
+    assert planned.stdout.count("in cycle 1") == 15, "this hub has less text than the real one"
 
 
 def test_the_default_command_as_typed(corpora: FakeHub, tmp_path: Path, tokenizer: Path) -> None:
@@ -82,6 +103,78 @@ def test_the_default_command_as_typed(corpora: FakeHub, tmp_path: Path, tokenize
     again = {path.name: path.read_bytes() for path in (manifest.parent / "cycle").iterdir()}
     assert again == {path.name: path.read_bytes() for path in line.cycle_directory(1).iterdir()}
     assert sorted(p.name for p in manifest.parent.iterdir()) == ["cycle", "manifest.json"]
+
+
+def test_a_stored_token_is_used_and_a_wrong_one_is_named(corpora: FakeHub, tmp_path: Path, tokenizer: Path) -> None:
+    """From HF_HOME/token, as `hf auth login` leaves it; HF_TOKEN goes before it."""
+    corpora.tokens["openbmb/UltraData-Math"] = "hf_mine"
+    (tmp_path / "token").write_text("hf_mine\n")
+    recipe = some_recipe(("math-l2",))
+    (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
+    typed = ["data", "init", "--recipe", str(tmp_path / "recipe.json"), "--tokenizer", str(tokenizer), "--eos-id", "1"]
+    typed += ["--cycle-tokens", "2e3", "--unit-tokens", str(UNIT), "--work"]
+    shown = command(corpora, *typed, str(tmp_path / "D"), HF_HOME=str(tmp_path))
+    assert shown.returncode == 0, shown.stderr
+    asked = {(request.what, request.authorization) for request in corpora.requests}
+    bearer = "Bearer hf_mine"
+    assert asked == {("info", bearer), ("tree", bearer), ("resolve", bearer), ("bytes", None)}
+    shown = command(corpora, *typed, str(tmp_path / "E"), HF_HOME=str(tmp_path), HF_TOKEN="hf_other")
+    assert shown.returncode == ExitCode.BAD_CONFIGURATION
+    assert "source math-l2: " in shown.stderr
+    assert "HF_TOKEN" in shown.stderr
+    assert not (tmp_path / "E").exists()
+
+
+def test_offline_the_library_s_cache_is_all_there_is(corpora: FakeHub, tmp_path: Path, tokenizer: Path) -> None:
+    """The cache as the hub's own library fills it; without a request."""
+    recipe = some_recipe(("math-l2",))
+    calm = build(tmp_path / "calm", tokenizer, recipe)
+    line = make_line(tmp_path / "line", tokenizer, recipe)
+    shutil.rmtree(line.work / "downloads")
+    shutil.copytree(calm.work / "val", line.work / "val")
+    settings = line.source("math-l2")
+    paths = [file.path for file in line.listing("math-l2").files[0]]
+    program = f"from huggingface_hub import hf_hub_download as get\nfor path in {paths!r}: " \
+        f"get({settings.repo!r}, path, repo_type='dataset', revision={settings.revision!r})"  # fmt: skip
+    variables = hub_lines.environment(corpora, HF_HOME=str(tmp_path / "hf"))
+    subprocess.run([sys.executable, "-c", program], env=variables, check=True, capture_output=True)
+    corpora.requests.clear()
+    child = preparer_child(corpora, line.work, HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="1")
+    assert child.communicate(timeout=60)[1] == ""
+    assert result(line.work) == result(calm.work)
+    for name in ("cycles", "manifests", "open"):
+        shutil.rmtree(line.work / name)
+    shutil.rmtree(tmp_path / "hf")
+    child = preparer_child(corpora, line.work, HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="1")
+    child.communicate(timeout=60)
+    assert child.returncode != 0
+    assert "UltraData-Math-L2-preview/part-" in str(status_of(line.work)["error"])
+    assert "has to be fetched, but HF_HUB_OFFLINE is set" in str(status_of(line.work)["error"])
+    assert not corpora.requests
+
+
+@pytest.mark.parametrize(
+    ("reader", "said"),
+    [
+        ("parquet", r"some/corpus/data/\d.parquet: its footer: .* damaged before it was uploaded"),
+        ("jsonl", r"0 are left \(after 0 held-out and 306 rejected rows of 3 files\)"),
+        ("text", "its 738 pinned bytes give at most 741"),
+    ],
+)
+def test_a_pickle_is_a_bad_upload_or_text_and_never_run(
+    hub: FakeHub, tmp_path: Path, tokenizer: Path, reader: str, said: str
+) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (tmp_path / "ran",)
+
+    hub.add("some/corpus", {f"data/{n}.{reader}": pickle.dumps((n, Bomb())) + b"\n" * 100 for n in range(3)})
+    column = {} if reader == "text" else {"text_column": "content"}
+    source = {"name": "web", "kind": "hub", "repo": "some/corpus", "include": ["data/*"], "reader": reader, "share": 1}
+    recipe = validate(Recipe, {"format": 1, "sources": [{**source, **column}]}, "test")
+    with pytest.raises(Refusal, match=said):
+        prepare(make_line(tmp_path / "line", tokenizer, recipe))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_eos_is_checked_against_the_tokenizer(corpora: FakeHub, tmp_path: Path, tokenizer: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from fake_hub import FakeHub, Fault, HubFile, Request
 
 import nstrain
 from nstrain.base.errors import Refusal
-from nstrain.data.hub.errors import AccessDenied, HubRefusal, NotOnHub, UntrustedListing
+from nstrain.data.hub import client
+from nstrain.data.hub.errors import AccessDenied, FileVanished, HubRefusal, NotOnHub, UntrustedListing
 from nstrain.data.hub.listing import list_files, resolve_revision, starting_directories
 from nstrain.data.hub.patience import asked_wait_s
 from nstrain.data.hub.pin import list_hub, pin_revision
@@ -89,6 +91,17 @@ def test_a_small_file_with_other_bytes_than_git_s_is_fetched_again(hub: FakeHub)
     assert listing.strata == ("small.txt",)
 
 
+@pytest.mark.parametrize(("kind", "error"), [("404", FileVanished), ("403", AccessDenied)])
+def test_a_small_file_that_is_listed_and_not_to_be_had_is_named_at_once(
+    hub: FakeHub, kind: str, error: type[HubRefusal]
+) -> None:
+    hub.add(REPO, {"small.txt": b"small"})
+    hub.fault = lambda r: Fault(kind) if r.what == "resolve" else None
+    with pytest.raises(error, match=f"source web: some/corpus@.*/small.txt: .* answers HTTP {kind}"):
+        list_hub(pin_revision(source(include=("*.txt",), reader="text", stratum=FileStrata(by="file"))), 0)
+    assert sum(request.what == "resolve" for request in hub.requests) == 1
+
+
 @pytest.mark.parametrize("kind", ["503", "429", "cut", "reset"])
 def test_a_failing_page_is_asked_for_again(hub: FakeHub, kind: str) -> None:
     commit = hub.add(REPO, files(250))
@@ -147,6 +160,37 @@ def test_nothing_listed_is_trusted(hub: FakeHub, entry: dict[str, Any], words: s
     hub.extra_entries[REPO] = [{**whole, **entry}]
     with pytest.raises(UntrustedListing, match=words):
         list_hub(pin_revision(source()), 0)
+
+
+@pytest.mark.parametrize(
+    "entries", [["data/x.parquet"], [{"type": "file", "size": 1, "oid": "0" * 40}], [7], {"error": "no"},
+                [{"type": "file", "path": "data/x", "size": 9, "oid": "0" * 40, "lfs": {"oid": "a" * 64}}]]
+)  # fmt: skip
+def test_an_answer_that_the_api_does_not_have_is_named(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, entries: Any
+) -> None:
+    commit = hub.add(REPO, files(3))
+    monkeypatch.setattr(hub, "tree", lambda *_: entries if isinstance(entries, list) else [entries])
+    with pytest.raises(UntrustedListing, match=r"some/corpus.*/data: http://127.0.0.1:\d+ answers with what its API"):
+        list_files(REPO, commit, ["data/**/*"], [])
+
+
+@pytest.mark.parametrize("kind", ["flood", "bomb"])
+@pytest.mark.parametrize("what", ["info", "tree"])
+def test_an_answer_without_end_takes_no_memory(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, kind: str, what: str
+) -> None:
+    """Neither one that goes on and on nor one that unpacks to a thousand times its size."""
+    hub.add(REPO, files(3))
+    hub.fault = lambda r: Fault(kind) if r.what == what else None
+    monkeypatch.setattr(client, "MOST_ANSWER_BYTES", 3 << 20)
+    before = tracemalloc.start() or tracemalloc.get_traced_memory()[0]
+    try:
+        with pytest.raises(UntrustedListing, match="an answer of more than 3,145,728 bytes"):
+            list_files(REPO, resolve_revision(REPO, "main"), ["data/**/*"], [])
+        assert tracemalloc.get_traced_memory()[1] - before < (16 << 20 if kind == "flood" else 160 << 20)
+    finally:
+        tracemalloc.stop()
 
 
 def test_globs_that_match_nothing_are_named_with_what_is_there(hub: FakeHub) -> None:
@@ -213,7 +257,8 @@ def test_what_a_server_asks_to_wait(headers: dict[str, str], seconds: float | No
 
 
 def in_process(hub: FakeHub, program: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "PYTHONPATH": str(Path(nstrain.__file__).parents[1])}
+    paths = f"{Path(__file__).parent}:{Path(nstrain.__file__).parents[1]}"
+    environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "PYTHONPATH": paths}
     return subprocess.run([sys.executable, "-c", program], env={**environment, **variables},
                           capture_output=True, text=True, timeout=60)  # fmt: skip
 
@@ -232,6 +277,28 @@ def test_offline_mode_is_refused_at_once_and_xet_is_off_unless_asked_for(hub: Fa
     shown = in_process(hub, "from nstrain.data.hub.client import is_offline as o; print(o())", HF_HUB_OFFLINE="1")
     assert shown.stdout.strip() == "True"
     assert in_process(hub, program, HF_HUB_DISABLE_XET="0", **tokens).stdout.startswith("False")
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"HF_ENDPOINT": "hub.example"}, "HF_ENDPOINT: expected the hub's address, https://HOST, found 'hub.example'"),
+        ({"HF_ENDPOINT": "ftp://hub.example"}, "HF_ENDPOINT: expected"),
+        ({"HF_TOKEN": "hf_“mine”"}, "HF_TOKEN, or the stored token, has characters that no token has"),
+        ({"HF_TOKEN": "hf_mine\nX-Other: 1"}, "HF_TOKEN, or the stored token, has characters that no token has"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_at_once(hub: FakeHub, variables: dict[str, str], words: str) -> None:
+    """And no token is shown."""
+    for program in (
+        "from nstrain.data.hub.listing import resolve_revision as r; r('some/corpus', 'main')",
+        "from nstrain.data.hub.downloads import places; from nstrain.data.sources import SourceSettings as S;"
+        " [make() for make in places(S(name='w', kind='hub', repo='a/b', revision='main', include=('*',)), 'x')]",
+    ):
+        done = in_process(hub, program, **variables)
+        assert words in done.stderr
+        assert "mine" not in done.stderr
+    assert not hub.requests
 
 
 def test_the_token_of_hf_home_is_used(hub: FakeHub, tmp_path: Path) -> None:
@@ -253,20 +320,21 @@ def test_a_listing_of_64000_files_is_quick_and_small(hub: FakeHub, monkeypatch: 
     commit = hub.add(REPO, contents)
     monkeypatch.setattr(hub, "page_entries", 1000)
     program = f"""
-import resource, time
+import time
+from hub_lines import peak_mib
 from nstrain.data.hub import client; client.library()
 from nstrain.data.hub.pin import list_hub
 from nstrain.data.sources import DirectoryStrata, SourceSettings
-before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+before, began = peak_mib(), time.monotonic()
 source = SourceSettings(name="web", kind="hub", repo="{REPO}", revision="{commit}", include=("data/web/*/*.parquet",),
                         stratum=DirectoryStrata(depth=3))
 listing = list_hub(source, 0)
 assert listing.count == 64_000 and len(listing.strata) == 110, listing.count
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10, time.monotonic() - began)
+print(peak_mib() - before, time.monotonic() - began)
 """
     done = in_process(hub, program)
     assert done.returncode == 0, done.stderr
     megabytes, seconds = map(float, done.stdout.split())
     print(f"64,000 files listed in {seconds:.1f} s with {megabytes:.0f} MiB")
-    assert megabytes < 200
+    assert 20 < megabytes < 200
     assert seconds < 60

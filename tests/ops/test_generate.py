@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import neuronspark
 from neuronspark import ModelConfig, NeuronSpark, load_weights, save_weights
 from nstrain.base.errors import Refusal
 from nstrain.cli.main import app
@@ -19,8 +21,18 @@ from nstrain.line.checkpoint import newest_good
 from nstrain.line.paths import LinePaths
 from nstrain.ops.generate import Generation, find_weights, generate
 from nstrain.settings.run import load_run
+from nstrain.train.model import load_model, model_cost
 
 PROMPT = "the neuron releases quanta when"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A second thread started here would keep this process from being set up the way the trainer's tests need it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def newest(paths: LinePaths) -> Path:
@@ -172,14 +184,22 @@ def test_a_tokenizer_of_another_model(trained: LinePaths, tmp_path: Path) -> Non
 def test_weights_of_another_model(trained: LinePaths) -> None:
     """A state.json whose configuration is not the weights' own is noticed, whatever its hash says."""
     checkpoint = newest(trained)
-    from nstrain.train.model import load_model
-
     config = {**load_run(trained.run_json).model.config, "ffn_width": 64}
     with pytest.raises(Refusal, match=r"weights\.safetensors: its tensors are not those .*w_ffn_gate has shape"):
         load_model(checkpoint / "weights.safetensors", config, "cpu")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
-def test_a_device_that_is_not_there(trained: LinePaths) -> None:
+def test_a_model_package_that_cannot_do_it(trained: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another package may stand in for the model's; it can be trained without these."""
+    monkeypatch.delattr(neuronspark, "load_weights")
+    with pytest.raises(Refusal, match="has no 'load_weights', which this needs"):
+        generate(trained.root, PROMPT)
+    monkeypatch.delattr(ModelConfig, "flops_by_part")
+    with pytest.raises(Refusal, match="does not say what its models cost"):
+        model_cost("tiny-32k", 64)
+
+
+def test_a_device_that_is_not_there(trained: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Refusal, match="device 'cuda': torch finds no CUDA device here"):
         generate(trained.root, PROMPT, device="cuda")

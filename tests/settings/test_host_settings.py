@@ -113,6 +113,20 @@ def test_another_model_package_is_found_first(tmp_path: Path) -> None:
     assert child(program, NSTRAIN_HOST=str(path)) == "True\n"
 
 
+def test_a_package_of_another_name_is_named_by_its_own_directory(tmp_path: Path) -> None:
+    (tmp_path / "models" / "other").mkdir(parents=True)
+    (tmp_path / "models" / "other" / "__init__.py").write_text("mine = True\n")
+    path = write(tmp_path / "host.json", {"neuronspark": str(tmp_path / "models" / "other")})
+    program = """
+import importlib
+from nstrain.settings.host import enter_host, model_package
+assert model_package() == "neuronspark"
+enter_host()
+print(model_package(), importlib.import_module(model_package()).mine)
+"""
+    assert child(program, NSTRAIN_HOST=str(path)) == "other True\n"
+
+
 def test_bare_names_lie_under_work_root_and_paths_where_they_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,8 @@
 HF_HUB_OFFLINE, HF_HUB_DISABLE_IMPLICIT_TOKEN - means here what it means there.
 
 HF_HUB_DISABLE_XET=1 unless the user set it: transfers over Xet are known to stall, and are not what we fetch by.
-The library's own requests have no timeout; ours are put in by a hook of its HTTP client, which also hears the server's
-refusals, for the library waits and tries again without saying so.
+The library's own requests have no timeout, and it reads an answer whatever its size; both limits are put in by hooks of
+its HTTP client, which also hear the server's refusals, for the library waits and tries again without saying so.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import time
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,11 @@ from typing import Any
 from urllib.parse import quote
 
 from nstrain import __version__
+from nstrain.data.hub.errors import AccessDenied, HubRefusal, UntrustedListing
 from nstrain.data.hub.patience import asked_wait_s, patience
+
+MOST_ANSWER_BYTES = 64 << 20
+"""Of an answer to one of the library's requests; a page of a listing has less than 1 MiB."""
 
 
 @dataclasses.dataclass
@@ -57,6 +62,7 @@ def library() -> ModuleType:
         if response.status_code in (408, 429) or response.status_code >= 500:
             SIGNS.trouble = f"{response.request.url.host}: HTTP {response.status_code}"
             SIGNS.quiet_until_s = time.monotonic() + (asked_wait_s(response.headers) or 0.0) + 1.0
+        _read_bounded(response)
 
     def factory() -> Any:
         client = default_client_factory()
@@ -69,17 +75,33 @@ def library() -> ModuleType:
     return huggingface_hub
 
 
+def _read_bounded(response: Any) -> None:
+    """Read an answer's body as the library would, unpacked, but not beyond MOST_ANSWER_BYTES."""
+    parts: list[bytes] = []
+    size = 0
+    for part in response.iter_bytes():
+        size += len(part)
+        if size > MOST_ANSWER_BYTES:
+            raise UntrustedListing(f"{response.request.url}: an answer of more than {MOST_ANSWER_BYTES:,} bytes")
+        parts.append(part)
+    response._content = b"".join(parts)  # where its `read` puts it
+
+
 def api() -> Any:
-    """The library's API at the user's endpoint, with the user's token."""
-    return library().HfApi(library_name="nstrain", library_version=__version__)
+    """The library's API at the user's endpoint, with the user's token. Raises what they do."""
+    hub_headers()
+    return library().HfApi(endpoint(), library_name="nstrain", library_version=__version__)
 
 
 def endpoint() -> str:
-    """The hub's address, without a slash at its end."""
+    """The hub's address, without a slash at its end. Raises `HubRefusal` if HF_ENDPOINT is none."""
     library()
     from huggingface_hub import constants
 
-    return str(constants.ENDPOINT).rstrip("/")
+    found = str(constants.ENDPOINT).rstrip("/")
+    if not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", found):
+        raise HubRefusal(f"HF_ENDPOINT: expected the hub's address, https://HOST, found {found!r}; correct or unset it")
+    return found
 
 
 def is_offline() -> bool:
@@ -91,11 +113,17 @@ def is_offline() -> bool:
 
 
 def hub_headers() -> dict[str, str]:
-    """Headers of a request to the hub itself: who we are, and the user's token if there is one."""
-    library()
-    from huggingface_hub.utils._headers import build_hf_headers
+    """Headers of a request to the hub itself: who we are, and the user's token if there is one.
 
-    return dict(build_hf_headers(library_name="nstrain", library_version=__version__))
+    Raises `AccessDenied` for a token that cannot be sent.
+    """
+    library()
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    headers = dict(build_hf_headers(library_name="nstrain", library_version=__version__))
+    if not re.fullmatch(r"Bearer [!-~]+", headers.get("authorization", "Bearer none")):
+        raise AccessDenied("HF_TOKEN, or the stored token, has characters that no token has; set it anew")
+    return headers
 
 
 def file_url(base: str, repo: str, revision: str, path: str) -> str:

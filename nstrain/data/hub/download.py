@@ -5,7 +5,7 @@ asks for the rest (Range). At the end the hash must be the pinned one; else the 
 
 transient   the network, timeouts, a stall, 5xx, 408, 429: tried again for as long as it takes, after a jittered and
             growing wait or the one that the server asks for; `Watch.trouble` tells what is waited for
-suspect     wrong bytes, wrong length, an address of the file's that a storage host refuses: tried a few times
+suspect     wrong bytes, wrong length, an address of the file's that leads nowhere or that its host refuses: a few times
 permanent   no access; the file is gone: the next place is asked (another revision, a mirror). A file is the same
             wherever it comes from if its size and hash are. When no place is left, an error names what each one said
 """
@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from nstrain.base.disk import disk_full_is_named, fsync_dir
 from nstrain.base.errors import DiskFull
 from nstrain.base.killpoints import kill_point
-from nstrain.data.hub.errors import AccessDenied, FileVanished, HubRefusal, Transient, WrongBytes
+from nstrain.data.hub.errors import AccessDenied, FileVanished, HubRefusal, Suspect, Transient, WrongBytes
 from nstrain.data.hub.http import Answer, Cancel, get
 from nstrain.data.hub.patience import Patience, asked_wait_s
 
@@ -76,14 +76,6 @@ class Watch:
         refuse_full_disk(part, size, 0)
 
 
-class _Suspect(Exception):
-    """A place gave what cannot be right; it may be right the next time."""
-
-    def __init__(self, cause: str) -> None:
-        super().__init__(cause)
-        self.cause = cause
-
-
 class _NotHere(Exception):
     """A place does not have the file, or not for us."""
 
@@ -120,7 +112,7 @@ def download(
             return
         except _NotHere as error:
             failures.append((f"{place.name}: {error.cause}", error.kind))
-        except _Suspect as error:
+        except Suspect as error:
             failures.append((f"{place.name}: {error.cause}", WrongBytes))
     said = "; ".join(cause for cause, _ in failures)
     kind = failures[0][1]
@@ -133,7 +125,7 @@ def download(
 
 
 def _from_place(wanted: WantedFile, place: Place, patience: Patience, cancel: Cancel, watch: Watch) -> None:
-    """Try one place until it gives the file. Raises `_NotHere`, or `_Suspect` when it gave wrong bytes too often."""
+    """Try one place until it gives the file. Raises `_NotHere`, or `Suspect` when it gave wrong bytes too often."""
     failed = suspect = 0
     while True:
         cancel.check()
@@ -149,9 +141,10 @@ def _from_place(wanted: WantedFile, place: Place, patience: Patience, cancel: Ca
         except Transient as error:
             failed = 1 if _size(wanted.part) > before else failed + 1
             cause, wait_s = error.cause, patience.wait_s(failed, error.wait_s)
-        except _Suspect as error:
-            watch.lost(_size(wanted.part))
-            wanted.part.unlink(missing_ok=True)
+        except Suspect as error:
+            if error.spoils:
+                watch.lost(_size(wanted.part))
+                wanted.part.unlink(missing_ok=True)
             suspect += 1
             if suspect >= patience.wrong_fetches:
                 raise
@@ -169,7 +162,7 @@ def _size(path: Path) -> int:
 def _complete(
     wanted: WantedFile, place: Place, part: BinaryIO, patience: Patience, cancel: Cancel, watch: Watch
 ) -> None:
-    """Bring a part to its end and verify it. Raises `Transient`, `_Suspect` or `_NotHere`."""
+    """Bring a part to its end and verify it. Raises `Transient`, `Suspect` or `_NotHere`."""
     have, digest = _rehash(part, wanted, cancel, watch)
     if have < wanted.size:
         watch.room_for(wanted.part, wanted.size - have)
@@ -187,7 +180,7 @@ def _complete(
     os.fsync(part.fileno())
     kill_point("hub:part complete")
     if digest.hexdigest() != wanted.sha256:
-        raise _Suspect(f"its bytes have sha256 {digest.hexdigest()}")
+        raise Suspect(f"its bytes have sha256 {digest.hexdigest()}")
 
 
 def _rehash(part: BinaryIO, wanted: WantedFile, cancel: Cancel, watch: Watch) -> tuple[int, hashlib._Hash]:
@@ -218,32 +211,32 @@ def _judge(answer: Answer, place: Place, wanted: WantedFile) -> None:
     if status in (408, 425, 429) or status >= 500:
         raise Transient(told, asked_wait_s(answer.headers))
     if status == 416:
-        raise _Suspect(f"{told} for a range inside the file")
+        raise Suspect(f"{told} for a range inside the file")
     if answer.host != urlsplit(place.url).netloc:  # a link signed for a while; the hub gives a new one
-        raise _Suspect(f"{told} from the host that stores the file")
+        raise Suspect(f"{told} from the host that stores the file", spoils=False)
     if status == 404 or code in ("EntryNotFound", "RevisionNotFound", "RepoNotFound"):
         raise _NotHere(f"HTTP {status} {code}".rstrip(), FileVanished)
     if status in (401, 403, 451):
         raise _NotHere(f"HTTP {status} {code}".rstrip(), AccessDenied)
-    raise _Suspect(told)
+    raise Suspect(told)
 
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
 
 
 def _refuse_other_length(answer: Answer, wanted: WantedFile, have: int) -> None:
-    """Raise `_Suspect` unless the answer's own figures are those of the rest of the file."""
+    """Raise `Suspect` unless the answer's own figures are those of the rest of the file."""
     if (answer.headers.get("Content-Encoding") or "identity").lower() != "identity":
-        raise _Suspect(f"it comes encoded as {answer.headers.get('Content-Encoding')}, which was not asked for")
+        raise Suspect(f"it comes encoded as {answer.headers.get('Content-Encoding')}, which was not asked for")
     if answer.status == 206:
         found = _CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range") or "")
         if found is None or int(found[1]) != have or found[3] not in ("*", str(wanted.size)):
-            raise _Suspect(
+            raise Suspect(
                 f"asked for bytes {have} ... of {wanted.size}, got range {answer.headers.get('Content-Range')!r}"
             )
     length = answer.headers.get("Content-Length")
     if length is not None and length != str(wanted.size - have):
-        raise _Suspect(f"it says {length[:30]} bytes follow, expected {wanted.size - have}")
+        raise Suspect(f"it says {length[:30]} bytes follow, expected {wanted.size - have}")
 
 
 def _receive(

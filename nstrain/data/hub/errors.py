@@ -33,6 +33,15 @@ class UntrustedListing(HubRefusal):
     """A listing with something in it that no repository has: it is not worked with."""
 
 
+class Suspect(Exception):
+    """An answer that cannot be right: it may be right the next time, and is given up on after a few."""
+
+    def __init__(self, cause: str, spoils: bool = True) -> None:
+        """With `spoils`, what has come of the file so far is not to be built upon."""
+        super().__init__(cause)
+        self.cause, self.spoils = cause, spoils
+
+
 class Transient(Exception):
     """A failure that may be gone at the next try: its cause in words, and how long the server asks to wait."""
 

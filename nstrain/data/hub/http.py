@@ -1,7 +1,8 @@
 """GET with redirects, where no step may take for ever: not the look-up of a name, not the first line of an answer.
 
 The standard library's client: what huggingface_hub brings has changed three times. Proxies and certificates are those
-of the environment (HTTPS_PROXY, NO_PROXY; SSL_CERT_FILE, REQUESTS_CA_BUNDLE). A token goes to the hub's host alone.
+of the environment (HTTPS_PROXY, ALL_PROXY, NO_PROXY; SSL_CERT_FILE, REQUESTS_CA_BUNDLE). A token goes to the hub's host
+alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
-from nstrain.data.hub.errors import Transient
+from nstrain.data.hub.errors import HubRefusal, Suspect, Transient
 from nstrain.data.hub.patience import Patience
 
 MOST_REDIRECTS = 5
@@ -116,7 +117,10 @@ class Answer:
 
 
 def get(url: str, headers: Mapping[str, str], patience: Patience, cancel: Cancel) -> Answer:
-    """GET, following redirects; `Authorization` stays with the first host. Raises `Transient` or `Cancelled`.
+    """GET, following redirects; `Authorization` stays with the first host.
+
+    Raises `Transient`, `Suspect` for redirects that lead nowhere, `HubRefusal` for a proxy that is none of http, or
+    `Cancelled`.
 
     Whatever the status, the answer is the caller's to judge (and to close).
     """
@@ -126,7 +130,7 @@ def get(url: str, headers: Mapping[str, str], patience: Patience, cancel: Cancel
         cancel.check()
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise Transient(f"redirected to {url[:200]!r}, which is no web address")
+            raise Suspect(f"redirected to {_shown(url)}, which is no web address", spoils=False)
         response, connection = _within(
             patience.connect_s,
             f"{parts.netloc}: no answer within {patience.connect_s:.0f} s",
@@ -145,11 +149,11 @@ def get(url: str, headers: Mapping[str, str], patience: Patience, cancel: Cancel
         connection.close()
         following = urljoin(url, location)
         if urlsplit(following).scheme == "http" and parts.scheme == "https":
-            raise Transient(f"{parts.netloc}: redirected from https to {following[:200]!r}")
+            raise Suspect(f"{parts.netloc}: redirected from https to {_shown(following)}", spoils=False)
         if urlsplit(following).netloc != parts.netloc:
             sent = {name: value for name, value in sent.items() if name.lower() not in ("authorization", "cookie")}
         url = following
-    raise Transient(f"{urlsplit(url).netloc}: more than {MOST_REDIRECTS} redirects")
+    raise Suspect(f"{urlsplit(url).netloc}: more than {MOST_REDIRECTS} redirects", spoils=False)
 
 
 class _CaseFree(dict[str, str]):
@@ -184,9 +188,15 @@ def _connection(parts: SplitResult, patience: Patience) -> tuple[http.client.HTT
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     host, more = str(parts.hostname), {}
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    proxy = urllib.request.getproxies().get(parts.scheme)
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
     via = urlsplit(proxy if "//" in proxy else f"http://{proxy}") if proxy else None
     if via is not None and via.hostname and not urllib.request.proxy_bypass(f"{host}:{port}"):
+        if via.scheme != "http":
+            raise HubRefusal(
+                f"the proxy for {parts.scheme} is of kind {via.scheme}, expected http://HOST:PORT; set "
+                f"{parts.scheme.upper()}_PROXY to one, or NO_PROXY to {host}"
+            )
         if via.username is not None:
             login = f"{unquote(via.username)}:{unquote(via.password or '')}".encode()
             more = {"Proxy-Authorization": "Basic " + base64.b64encode(login).decode()}
@@ -249,6 +259,11 @@ def _within(seconds: float, late: str, call: Callable[[], T], discard: Callable[
                 discard(value)
     cancel.check()
     raise Transient(late)
+
+
+def _shown(url: str) -> str:
+    """An address for messages: without what may be a signature in its query."""
+    return repr(url.partition("?")[0][:200])
 
 
 def _words(error: BaseException) -> str:

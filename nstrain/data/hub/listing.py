@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from nstrain.base.disk import PARTIAL_SUFFIX
+from nstrain.base.errors import NstrainError
 from nstrain.data.globs import matcher
 from nstrain.data.hub import client
 from nstrain.data.hub.errors import AccessDenied, HubRefusal, NotOnHub, Offline, Transient, UntrustedListing
@@ -291,10 +292,13 @@ def _judged(error: Exception, what: str) -> Transient:
 
     if isinstance(error, Transient):
         return error
-    if isinstance(error, errors.EntryNotFoundError):
+    if isinstance(error, (NstrainError, errors.EntryNotFoundError)):
         raise error
     if isinstance(error, errors.OfflineModeIsEnabled):
-        raise Offline(f"{what} has to be listed, but HF_HUB_OFFLINE is set; unset it") from None
+        raise Offline(
+            f"{what} has to be listed, but HF_HUB_OFFLINE is set; unset it, or make the source one of kind local over "
+            "what you have of it"
+        ) from None
     if isinstance(error, errors.GatedRepoError):
         raise AccessDenied(
             f"{what}: its terms have to be accepted on its page first, and HF_TOKEN set to a token that may read it"
@@ -317,4 +321,8 @@ def _judged(error: Exception, what: str) -> Transient:
         if isinstance(error, errors.HFValidationError):
             raise HubRefusal(f"{what}: {error}") from None
         return Transient(" ".join(f"{type(error).__name__}: {error}".split())[:300])
+    if isinstance(error, (LookupError, TypeError, AttributeError, RecursionError)):
+        raise UntrustedListing(
+            f"{what}: {client.endpoint()} answers with what its API does not have ({type(error).__name__}: {error})"
+        ) from error
     raise error

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from nstrain.base.errors import Refusal
 from nstrain.data.hub import client
-from nstrain.data.hub.errors import Offline, Transient, WrongBytes
-from nstrain.data.hub.http import Cancel, get
+from nstrain.data.hub.errors import AccessDenied, FileVanished, HubRefusal, Offline, Suspect, Transient, WrongBytes
+from nstrain.data.hub.http import Answer, Cancel, get
 from nstrain.data.hub.listing import ListedFile, OnNotice, list_files, resolve_revision
 from nstrain.data.hub.patience import asked_wait_s, patience
 from nstrain.data.sources import (
@@ -77,8 +77,7 @@ def _small_sha256(source: SourceSettings, file: ListedFile, on_notice: OnNotice)
             with get(
                 client.file_url(client.endpoint(), repo, revision, file.path), client.hub_headers(), limits, cancel
             ) as answer:
-                if answer.status != 200:
-                    raise Transient(f"HTTP {answer.status}", asked_wait_s(answer.headers))
+                _refuse_refused(answer, what)
                 data = b""
                 while len(data) <= file.size and (more := answer.read_some(1 << 20)):
                     data += more
@@ -87,9 +86,22 @@ def _small_sha256(source: SourceSettings, file: ListedFile, on_notice: OnNotice)
             cause, wait_s = "its bytes are not those of its git hash", None
         except Transient as error:
             cause, wait_s = error.cause, error.wait_s
+        except Suspect as error:
+            cause, wait_s = error.cause, None
         tries += 1
         if tries >= 10:
             raise WrongBytes(f"{what}: cannot be fetched: {cause}")
         seconds = limits.wait_s(tries, wait_s)
         on_notice(f"{what}: {cause}; trying again in {seconds:.0f} s")
         cancel.wait(seconds)
+
+
+def _refuse_refused(answer: Answer, what: str) -> None:
+    """Return if an answer gives the file. Raises `Transient`, or a `HubRefusal` if the next would be the same."""
+    if answer.status == 200:
+        return
+    told = f"{what}: {answer.host} answers HTTP {answer.status} {answer.headers.get('X-Error-Code') or ''}".rstrip()
+    kinds: dict[int, type[HubRefusal]] = {401: AccessDenied, 403: AccessDenied, 404: FileVanished, 451: AccessDenied}
+    if answer.status in kinds:
+        raise kinds[answer.status](f"{told}; it is listed, so its files need HF_TOKEN, or were just removed: try again")
+    raise Transient(f"HTTP {answer.status}", asked_wait_s(answer.headers))

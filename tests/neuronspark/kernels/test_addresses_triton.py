@@ -39,7 +39,10 @@ def draw(
     first: int = 0,
     before: Tensor | None = None,
 ) -> tuple[Callable[..., Tensor], dict[str, Tensor], Tensor]:
-    """Query beside key as a function of the inputs, the inputs, and a gradient; positions start at `first`."""
+    """Query beside key as a function of the inputs, the inputs, and a gradient; positions start at `first`.
+
+    The gradient is random and partly along the output: else the gains' gradients, sums of both, would be near 0.
+    """
     head_width, match_width = widths
     table = rotary_table(first + tokens, head_width, 1e6, device, torch.float64)[:, first:]
 
@@ -51,8 +54,11 @@ def draw(
     dense = {"q_TD": heads * head_width, "k_TD": heads * head_width, "p_Tr": match_width}
     inputs = {name: torch.randn(rows * tokens, width, device=device).to(dtype) for name, width in dense.items()}
     for name in ("query_gain_h", "match_gain_h"):
-        inputs[name] = torch.randn(heads, device=device)
-    return function, inputs, torch.randn(2, rows, heads, tokens, sum(widths), device=device)
+        inputs[name] = (torch.rand(heads, device=device) + 0.5) * torch.randn(heads, device=device).sign()
+    output = run("reference", function, inputs, torch.zeros(2, rows, heads, tokens, sum(widths), device=device))[
+        "output"
+    ]
+    return function, inputs, torch.randn_like(output, dtype=torch.float32) + output
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -156,8 +156,9 @@ def test_a_clock_of_1e5_a_token(dtype: torch.dtype, device: torch.device, seed: 
     case = draw((1, 1, 131 if dtype == torch.bfloat16 else 40, 32, 16), 1.0, dtype, device)
     case = case._replace(clock_step=torch.full_like(case.clock_step, 1e5), log_write=torch.zeros_like(case.log_write))
     found = run(pool_read_triton, case)
-    assert torch.equal(found.read, case.value)
-    assert torch.equal(found.dvalue, case.dread)
+    most = 0.0 if dtype == torch.bfloat16 else 1e-6  # fp32 is three products of TF32 on a card
+    assert relative_error(found.read, case.value) <= most
+    assert relative_error(found.dvalue, case.dread) <= most
     for name in ("dquery", "dkey", "dstep", "dlog_write"):
         largest = getattr(found, name).abs().max()
         assert largest < 1e-3, f"{name} is {largest}, expected 0, seed {seed}"
@@ -222,13 +223,13 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch, device: torch.
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width_class", [64, 128])
-@pytest.mark.parametrize("choice", [1, 2])
+@pytest.mark.parametrize("choice", [1, 2, 3, 4, 5])
 def test_every_candidate_is_right(
     choice: int, width_class: int, monkeypatch: pytest.MonkeyPatch, device: torch.device, seed: int
 ) -> None:
     for kernel in ("forward", "query_gradient", "key_gradient"):
         name = f"pool_read_{kernel}/{width_class}"
-        monkeypatch.setitem(launch._in_use, name, {launch.ANY: CANDIDATES[name][choice]})
+        monkeypatch.setitem(launch._in_use, name, {launch.ANY: CANDIDATES[name][choice % len(CANDIDATES[name])]})
     compare(draw((2, 3, 700, width_class + 32, width_class), 0.02, torch.bfloat16, device), seed)
 
 

@@ -1,0 +1,16 @@
+"""Baselines for NeuronSpark behind the trainer's contract: Llama-like and Mamba-2-like language models.
+
+One package for both: a model is a pattern of two kinds of layer (config.py), attention alone is the Llama, state-space
+layers alone are the Mamba-2. It is trained by naming this directory in host.json: {"neuronspark": ".../baselines"}.
+Operators come from `neuronspark.kernels` where both sides need the same one, so that a comparison compares the models.
+"""
+
+from __future__ import annotations
+
+from baselines.config import ModelConfig
+from baselines.model import Baseline as NeuronSpark  # the name a model package's model has for the trainer
+from baselines.presets import load_preset, preset_names
+from neuronspark.kernels.launch import table as kernel_table
+from neuronspark.kernels.launch import use as use_kernels
+
+__all__ = ["ModelConfig", "NeuronSpark", "kernel_table", "load_preset", "preset_names", "use_kernels"]

@@ -1,0 +1,253 @@
+"""One trial: the engine as the trainer makes it, timed on random tokens, and the memory that it took.
+
+Updates of a few full micro-batches are timed in two parts, since their costs add up differently: the micro-batches, of
+which a line's update has as many as its batch takes, and the update's end. The shape's validation runs as well, for
+what it takes of the memory.
+
+Memory in use beside weights and moments is on a GPU the most that the allocator ever gave out at a time while the
+arena, as large as the trainer's, served it; on a CPU the growth of the process's resident memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import nstrain
+from nstrain.base.errors import ExitCode, NstrainError
+from nstrain.gpu.arena import ArenaTooSmall
+from nstrain.settings.model import validate
+from nstrain.settings.run import LengthSettings, RunSettings
+from nstrain.train.determinism import enter_deterministic_mode
+from nstrain.train.engine import EagerEngine, TokenRows, micro_batches
+from nstrain.train.model import build, kernel_table, parameter_places, refuse_long_rows
+from nstrain.train.opening import make_engine, refuse_missing_device
+from nstrain.tune.records import Measurement, Shape
+from nstrain.tune.trial import Report
+
+SMALLEST_TIMED_UPDATES, LARGEST_TIMED_UPDATES = 3, 50
+"""Bounds of how often an update is timed."""
+
+SHORT_ROW_TOKENS = 16
+"""Target tokens of the row that libraries are loaded with."""
+
+LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.1
+"""Of the timed updates, whose weights are thrown away."""
+
+_CPU_OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator|can't allocate memory|not enough memory|bad_alloc")
+
+
+def do_job(job: Mapping[str, Any], report: Report) -> int:
+    """Do a job of trial.py and report; returns the exit code. Raises `Refusal` for settings that cannot be trained."""
+    settings = validate(RunSettings, job["settings"], "run.json")
+    vocabulary = int(job["vocabulary"])
+    refuse_missing_device(settings)
+    if "shape" not in job:
+        report.send(machine=machine(settings, vocabulary))
+        return int(ExitCode.DONE)
+    shape = Shape(**job["shape"])
+    try:
+        measured = measure(settings, vocabulary, shape, int(job["micro_batches"]), float(job["seconds"]), report)
+    except Exception as error:
+        cause = _want_of_memory(error)
+        if cause is None:
+            raise
+        report.send(failed=(str(cause).splitlines() or ["out of memory"])[0], out_of_memory=True)
+        return int(ExitCode.FAILED)
+    report.send(measured=dataclasses.asdict(measured), kernels=kernel_table())
+    return int(ExitCode.DONE)
+
+
+def _want_of_memory(error: BaseException | None) -> BaseException | None:
+    """The error that says so among those that led to this one: after it the capture's end fails as well."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError | ArenaTooSmall):
+            return error
+        if isinstance(error, RuntimeError) and _CPU_OUT_OF_MEMORY.search(str(error)):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def machine(settings: RunSettings, vocabulary: int) -> dict[str, Any]:
+    """What trials are made with: the device, the libraries, the code, and the model's parameters.
+
+    Builds the model without memory. Raises `Refusal` if it cannot be built or does not read the schedule's rows.
+    """
+    refuse_long_rows(settings)
+    model = build(settings.model, vocabulary, "meta", settings.seed)
+    facts: dict[str, Any] = {
+        "parameters": sum(place.parameter.numel() for place in parameter_places(model)),
+        "device": f"CPU, {platform.machine()}, {settings.threads} threads",
+        "uuid": None,
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "versions": {"nstrain": nstrain.__version__, "torch": torch.__version__, "triton": _triton_version()},
+        "code": _code_digest(model),
+    }
+    if settings.device == "cuda":
+        from nstrain.gpu.lease import this_gpu
+
+        free, total = torch.cuda.mem_get_info()
+        facts |= {"device": torch.cuda.get_device_name(), "uuid": this_gpu(), "memory_bytes": total}
+        facts["free_bytes"] = free
+    return facts
+
+
+def _triton_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return str(triton.__version__)
+
+
+def _code_digest(model: Any) -> str:
+    """SHA-256 over the files that a trial runs: the model's package and the trainer's."""
+    package = sys.modules[type(model).__module__.partition(".")[0]]
+    trainer = Path(nstrain.__file__).parent
+    digest = hashlib.sha256()
+    for directory in (Path(package.__path__[0]), trainer / "train", trainer / "gpu", trainer / "tune"):
+        for path in sorted(directory.rglob("*.py")):
+            digest.update(f"{path.relative_to(directory)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def measure(
+    settings: RunSettings, vocabulary: int, shape: Shape, batches: int, seconds: float, report: Report
+) -> Measurement:
+    """Time updates of `batches` micro-batches for `seconds` at least, after one that warms everything up.
+
+    Raises `torch.OutOfMemoryError`, `MemoryError`, `ArenaTooSmall` or the CPU allocator's `RuntimeError` for want of
+    memory, and `NstrainError` for a loss that is not finite.
+    """
+    enter_deterministic_mode(settings.threads)
+    report.stage("building the model")
+    engine = make_engine(build(settings.model, vocabulary, settings.device, settings.seed), settings)
+    engine.set_length(LengthSettings(micro_rows=shape.micro_rows, recompute=shape.recompute))
+    if settings.device == "cpu":
+        # What libraries load with a first update belongs to no shape, and would count as growth of the process.
+        short = Shape(min(shape.row_tokens, SHORT_ROW_TOKENS), 1, shape.recompute)
+        _update(engine, _random_rows(short, vocabulary, 1, 0), 1)
+    memory = _GpuMemory(engine) if settings.device == "cuda" else _HostMemory()
+    report.stage("warming up")
+    _update(engine, _random_rows(shape, vocabulary, batches, 0), shape.micro_rows)
+    times: list[tuple[float, float]] = []
+    while len(times) < LARGEST_TIMED_UPDATES and (
+        len(times) < SMALLEST_TIMED_UPDATES or sum(map(sum, times)) < seconds
+    ):
+        report.stage(f"timing, update {len(times) + 1}")
+        rows = _random_rows(shape, vocabulary, batches, len(times) + 1)
+        times.append(_update(engine, rows, shape.micro_rows))
+    report.stage("validating")
+    engine.row_losses(_random_rows(shape, vocabulary, 1, 0))
+    transient_bytes, room_bytes = memory.read()
+    return Measurement(
+        micro_batch_s=statistics.median(accumulated for accumulated, _ in times) / batches,
+        finish_s=statistics.median(finished for _, finished in times),
+        updates=len(times),
+        persistent_bytes=_persistent_bytes(engine),
+        transient_bytes=transient_bytes,
+        room_bytes=room_bytes,
+    )
+
+
+def _random_rows(shape: Shape, vocabulary: int, batches: int, number: int) -> TokenRows:
+    size = (batches * shape.micro_rows, shape.row_tokens + 1)
+    return np.random.default_rng(number).integers(0, vocabulary, size, dtype=np.int64)
+
+
+def _update(engine: EagerEngine, rows: TokenRows, micro_rows: int) -> tuple[float, float]:
+    """One update as `train_update` makes it; the seconds of its micro-batches and of its end."""
+    scale = 1.0 / (rows.shape[0] * (rows.shape[1] - 1))
+    began = time.perf_counter()
+    for batch in micro_batches(rows, micro_rows):
+        engine.accumulate(batch, scale)
+    if engine.flat.device.type == "cuda":
+        torch.cuda.synchronize()
+    accumulated = time.perf_counter()
+    readings = engine.finish(LEARNING_RATE, WEIGHT_DECAY)
+    ended = time.perf_counter()
+    if readings.skipped or not np.isfinite(readings.loss):
+        raise NstrainError(f"loss {readings.loss}, gradient norm {readings.grad_norm}: not finite on random tokens")
+    return accumulated - began, ended - accumulated
+
+
+def _persistent_bytes(engine: EagerEngine) -> int:
+    groups = engine.flat.groups
+    buffers = [(g.master, g.main_grad, g.exp_avg, g.exp_avg_sq) for g in groups]
+    copies = [group.compute for group in groups if group.compute is not group.master]
+    return sum(buffer.nbytes for group in buffers for buffer in group) + sum(copy.nbytes for copy in copies)
+
+
+class _GpuMemory:
+    """The memory that an engine of graphs takes out of its arena."""
+
+    def __init__(self, engine: EagerEngine) -> None:
+        from nstrain.train.graphs import GraphEngine
+
+        assert isinstance(engine, GraphEngine)
+        _wait_for_settled_memory()
+        # Before the peak is reset: an arena is held by allocating it, which would count.
+        self._room_bytes = engine.open_arena()
+        torch.cuda.reset_peak_memory_stats()
+        self._before = torch.cuda.memory_allocated()
+
+    def read(self) -> tuple[int, int]:
+        """Transient bytes at most, and the room there was."""
+        return torch.cuda.max_memory_allocated() - self._before, self._room_bytes
+
+
+def _wait_for_settled_memory() -> None:
+    """Wait until the free memory has stopped growing: what the last trial had is given back in the background."""
+    free = torch.cuda.mem_get_info()[0]
+    for _ in range(20):
+        time.sleep(0.5)
+        before, free = free, torch.cuda.mem_get_info()[0]
+        if free <= before:
+            return
+
+
+class _HostMemory:
+    """The memory that an eager engine takes on a CPU: the growth of what is resident."""
+
+    def __init__(self) -> None:
+        with contextlib.suppress(OSError):  # not every container lets a process do so: then building it may count
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))
+        self._before = _resident_bytes("VmRSS")
+        self._room_bytes = _available_bytes()
+
+    def read(self) -> tuple[int, int]:
+        """Transient bytes at most, and the room there was."""
+        return max(0, _resident_bytes("VmHWM") - self._before), self._room_bytes
+
+
+def _resident_bytes(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _available_bytes() -> int:
+    """Memory that a process here may still take: the machine's, or what its control group (version 2) leaves."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    assert found is not None
+    available = int(found[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # "max", or no such group: the machine's memory is the limit
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        cached = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        available = min(available, limit - used + (int(cached[1]) if cached else 0))
+    return available

@@ -1,0 +1,65 @@
+"""A probe on a card: with the kernels as with the references, and within its memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from neuronspark import NeuronSpark, load_preset
+from neuronspark import probe as probes
+
+pytestmark = pytest.mark.gpu
+
+EOS = 3
+
+
+def tiny(seed: int = 0) -> NeuronSpark:
+    return NeuronSpark(load_preset("tiny-32k"), "cuda", seed=seed)
+
+
+def rows_of(rows: int, tokens: int) -> torch.Tensor:
+    drawn = torch.randint(0, 8192, (rows, tokens), generator=torch.Generator().manual_seed(1))
+    return torch.where(drawn % 50 == 0, EOS, drawn).cuda()
+
+
+def test_the_kernels_readings_are_the_references_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 3 %: the two round to bf16 at different places, and a neuron at a tie may go either way."""
+    model, tokens = tiny(), rows_of(2, 1025)
+    kernels = model.probe(tokens, EOS, 256)
+    monkeypatch.setenv("NEURONSPARK_KERNELS", "reference")
+    references = model.probe(tokens, EOS, 256)
+    assert kernels.keys() == references.keys()
+    for part, readings in references.items():
+        for name, expected in readings.items():
+            error = (kernels[part][name] - expected).abs() / (expected.abs() + 1e-3)
+            assert error.nan_to_num().max() < 0.03, (part, name, error.max().item())
+
+
+def test_twice_the_same_bits() -> None:
+    model, tokens = tiny(), rows_of(2, 1025)
+    first, second = (model.probe(tokens, EOS, 256) for _ in range(2))
+    for part, readings in first.items():
+        for name, values in readings.items():
+            assert torch.equal(values.nan_to_num(nan=-1), second[part][name].nan_to_num(nan=-1)), (part, name)
+
+
+def test_a_long_row_within_its_memory() -> None:
+    """Of 32,768 tokens: no more than a forward, the bound, and what the allocator rounds up."""
+    model, tokens = tiny(), rows_of(1, 32_769)
+
+    def peak(run: object) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()  # type: ignore[operator]
+        return torch.cuda.max_memory_allocated() - before
+
+    def forward() -> None:
+        with torch.no_grad():
+            model._final_hidden(tokens)
+
+    forward()
+    model.probe(tokens, EOS, 4096)
+    bound = peak(forward) + probes.extra_bytes(model.config, 1, 32_768, 2) + (8 << 20)
+    used = peak(lambda: model.probe(tokens, EOS, 4096))
+    assert used <= bound, f"{used / 2**20:.0f} MiB > {bound / 2**20:.0f} MiB"

@@ -1,0 +1,116 @@
+"""Real trials: the model and the engine of a line in processes of their own, measured, out of memory, or orphaned."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nstrain.base.errors import ExitCode, Refusal
+from nstrain.line.paths import LinePaths
+from nstrain.settings.run import load_run, save_run
+from nstrain.tune.child import TRIAL_COMMAND, TrialFailed, run_trial
+
+ROOT = Path(__file__).parents[2]
+GIB = 1 << 30
+
+LIMITED = f"""
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_AS, ({6 * GIB}, {6 * GIB}))
+runpy.run_module("nstrain.tune.trial", run_name="__main__")
+"""
+
+
+def job(paths: LinePaths, **fields: Any) -> dict[str, Any]:
+    return {"settings": json.loads(paths.run_json.read_text()), "vocabulary": 384, **fields}
+
+
+def test_a_line_is_tuned_by_the_command(paths: LinePaths) -> None:
+    settings = load_run(paths.run_json)
+    save_run(paths.run_json, settings.model_copy(update={"tokens_per_update": 128}))
+    command = [sys.executable, "-m", "nstrain.cli.main", "tune", str(paths.root), "--seconds", "0.1", "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert ran.returncode == int(ExitCode.DONE), ran.stderr
+    result = json.loads(ran.stdout)
+    trials = {(t["shape"]["recompute"], t["shape"]["micro_rows"]): t for t in result["trials"]}
+    assert set(trials) >= {("none", 1), ("none", 2)}
+    assert {mode for mode, _ in trials} == {"none", "dendritic", "all"}
+    assert ran.stderr.count("tokens/s") == len(trials), "each trial is told when it ends"
+    for trial in trials.values():
+        measured = trial["measured"]
+        assert trial["outcome"] == "measured"
+        assert measured["updates"] >= 3
+        assert 0 < measured["finish_s"] < measured["micro_batch_s"] < 60
+        assert 0 < measured["transient_bytes"] < measured["room_bytes"]
+        assert measured["persistent_bytes"] >= 16 * 1_000_000
+    choice = result["chosen"]["64"]
+    assert choice["tokens_per_s"] == max(trial["tokens_per_s"] for trial in trials.values())
+    written = load_run(paths.run_json)
+    assert (written.lengths["64"].micro_rows, written.lengths["64"].recompute) == (
+        choice["micro_rows"],
+        choice["recompute"],
+    )
+    kernels = json.loads((paths.tune / "kernels.json").read_text())["kernels"]
+    assert kernels, "the model says how its kernels are launched"
+
+
+def test_want_of_memory_is_told(paths: LinePaths, tmp_path: Path) -> None:
+    shape = {"row_tokens": 64, "micro_rows": 500_000, "recompute": "none"}
+    limited = (sys.executable, "-c", LIMITED)
+    with pytest.raises(TrialFailed, match="allocate") as failed:
+        run_trial(job(paths, shape=shape, micro_batches=1, seconds=0.1), tmp_path / "log", 60, command=limited)
+    assert failed.value.out_of_memory
+
+
+def test_settings_that_cannot_be_trained_are_refused(paths: LinePaths, tmp_path: Path) -> None:
+    asked = job(paths)
+    asked["settings"]["model"]["config"]["rope_max_seq_len"] = 32
+    with pytest.raises(Refusal, match="rope_max_seq_len"):
+        run_trial(asked, tmp_path / "log", 60)
+
+
+def test_an_orphan_leaves(tmp_path: Path) -> None:
+    """A trial whose tuner is killed must not go on occupying the device."""
+    parent_read, parent_write = os.pipe()
+    report_read, report_write = os.pipe()
+    trial = subprocess.Popen(
+        [*TRIAL_COMMAND, "--report-fd", str(report_write), "--parent-fd", str(parent_read)],
+        stdin=subprocess.PIPE,  # it waits for its job, which does not come
+        pass_fds=[parent_read, report_write],
+        cwd=ROOT,
+    )
+    try:
+        time.sleep(0.3)
+        assert trial.poll() is None
+        os.close(parent_write)
+        assert trial.wait(20) == int(ExitCode.STOPPED)
+    finally:
+        trial.kill()
+        trial.wait()
+        assert trial.stdin is not None
+        trial.stdin.close()
+        for fd in (parent_read, report_read, report_write):
+            os.close(fd)
+
+
+@pytest.mark.gpu
+def test_a_line_is_tuned_on_a_gpu(paths: LinePaths) -> None:
+    from nstrain.gpu.arena import SLACK_BYTES
+    from nstrain.tune.tuner import TuneOptions, tune
+
+    settings = load_run(paths.run_json)
+    save_run(paths.run_json, settings.model_copy(update={"device": "cuda"}))
+    result = tune(paths.root, TuneOptions(seconds=0.5))
+    assert result.chosen[64].micro_rows in (1, 2, 4, 8)
+    for trial in result.trials:
+        assert trial.measured is not None, trial.reason
+        assert trial.measured.room_bytes > 4 * SLACK_BYTES, "the arena holds the card's memory"
+        assert 0 < trial.measured.transient_bytes < 4 * GIB, "and the trial's peak is what it used of it"
+    assert load_run(paths.run_json).lengths["64"].micro_rows == result.chosen[64].micro_rows
