@@ -160,7 +160,9 @@ def _engine(plan: BenchPlan, config: dict[str, Any], vocabulary: int) -> EagerEn
     if plan.device == "cuda" and not plan.eager:
         from nstrain.train.graphs import GraphEngine
 
-        engine: EagerEngine = GraphEngine(model, optimizer, plan.hold_bytes)
+        graphs = GraphEngine(model, optimizer, plan.hold_bytes)
+        graphs.open_arena()  # before the peak is reset: an arena is held by allocating it, which would count
+        engine: EagerEngine = graphs
     else:
         engine = EagerEngine(model, optimizer)
     engine.set_length(LengthSettings(micro_rows=plan.rows, recompute=plan.recompute))

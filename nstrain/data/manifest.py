@@ -9,6 +9,7 @@ describes every field.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def previous_sha256(line: DataLine, cycle: int) -> str | None:
     return sha256_bytes(line.manifest_path(cycle - 1).read_bytes())
 
 
-def files_taken(source: dict[str, Any]) -> list[tuple[int, int]]:
+def files_taken(source: Mapping[str, Any]) -> list[tuple[int, int]]:
     """The (stratum, order) of the files that a source's cycle takes tokens of, in the order of the segments."""
     tail = source["tail_in"]
     first = [] if tail is None else [(tail["stratum"], tail["order"])]

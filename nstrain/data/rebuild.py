@@ -39,11 +39,6 @@ class ManifestFiles:
     source: Mapping[str, Any]
     """The source's part of the manifest."""
 
-    @property
-    def taken(self) -> list[tuple[int, int]]:
-        """The (stratum, order) of the files that the cycle takes tokens of."""
-        return files_taken(dict(self.source))
-
     @functools.cached_property
     def _files(self) -> dict[tuple[int, int], PinnedFile]:
         named = [(i, file) for i, stratum in enumerate(self.source["opened"]) for file in stratum["open"]]
@@ -126,7 +121,7 @@ def rebuild_cycle(
                 ready, strata = supplied(settings, downloads, on_download), tuple(source["strata"])
                 table = ManifestFiles(strata, source)
                 files = OpenedFiles(cache / name, ready.settings, table, encoder, tick, pool, ready.supply)
-                files.prefetch(table.taken)
+                files.prefetch(files_taken(source))
                 job = SourceJob(ready.settings, source["listing_sha256"], strata, files, opening_of(source))
                 done = written
                 stream = write_stream(

@@ -47,7 +47,8 @@ class TrialFailed(NstrainError):
 
 def kernel_cache() -> str:
     """The directory of compiled Triton kernels that trials and trainer share: $TRITON_CACHE_DIR, or Triton's own."""
-    return os.environ.get("TRITON_CACHE_DIR") or str(Path("~/.triton/cache").expanduser())
+    own = Path(os.environ.get("TRITON_HOME") or "~").expanduser() / ".triton" / "cache"
+    return os.environ.get("TRITON_CACHE_DIR") or str(own)
 
 
 def run_trial(

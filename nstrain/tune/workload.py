@@ -105,11 +105,13 @@ def workload(
 def _count(
     settings: RunSettings, cycle: CycleExtent, row_tokens: int, updates: Counter[int], batches: set[int]
 ) -> None:
-    """Add a cycle's updates; one in which the batch grows is planned update by update."""
+    """Add a cycle's updates; one in which the batch changes is planned update by update."""
     rows = cycle_rows(cycle, row_tokens)
-    batch = settings.batch_tokens_at(cycle.first_token)
-    if batch == settings.batch_tokens_at(cycle.first_token + cycle.tokens - 1):
-        batch_rows = batch // row_tokens
+    inside = (
+        cycle.first_token < piece.from_tokens < cycle.first_token + cycle.tokens for piece in settings.batch_pieces
+    )
+    if not any(inside):
+        batch_rows = settings.batch_tokens_at(cycle.first_token) // row_tokens
         batches.add(batch_rows)
         if rows // batch_rows:
             updates[batch_rows] += rows // batch_rows

@@ -365,7 +365,7 @@ def test_calling_off_is_quick_and_keeps_the_part(hub: FakeHub, place: Path) -> N
 def test_any_mixture_of_faults_leaves_the_pinned_bytes(hub: FakeHub, place: Path, seed: int) -> None:
     contents = {f"d/{i:03d}": random.Random(i).randbytes(200 + 7000 * i) for i in range(12)}
     commit = hub.add(REPO, contents)
-    faults = hub.fault = SeededFaults(seed, 15)
+    faults = hub.fault = SeededFaults(seed, 15, rate=0.6)
     files = [PinnedFile(p, len(c), hashlib.sha256(c).hexdigest(), 0, 0, 0) for p, c in contents.items()]
     for batch in Downloads(place, source(commit)).fetched(files):
         for file in batch:

@@ -25,8 +25,9 @@ from nstrain.data.hub import patience
 from nstrain.data.hub.errors import AccessDenied, FileVanished, HubRefusal
 from nstrain.data.init import Recipe
 from nstrain.data.line import DataLine
+from nstrain.data.look import data_status
 from nstrain.data.manifest import files_taken
-from nstrain.data.preparer import PreparerStatus
+from nstrain.data.preparer import PreparerStatus, run_preparer
 from nstrain.data.readers import MissingColumn
 from nstrain.data.rebuild import rebuild_cycle, rebuild_in_line
 from nstrain.data.val import collect_held_out
@@ -64,24 +65,7 @@ def test_the_example_s_command_as_typed(corpora: FakeHub, tmp_path: Path, tokeni
     assert shown.returncode == 0, shown.stderr
     assert "open-ended of 19,975,372,800 tokens in 16 segments; unit 32,768" in shown.stdout
     line = DataLine.open(tmp_path / "D")
-    assert len(line.source_names) == 15
     assert line.eos_id == 1
-    planned = command(corpora, "data", "plan", "--work", "D", NSTRAIN_HOST=str(host))
-    assert planned.returncode == 0, planned.stderr
-    assert planned.stdout.count("in cycle 1") == 15, "this hub has less text than the real one"
-
-
-def test_the_default_command_as_typed(corpora: FakeHub, tmp_path: Path, tokenizer: Path) -> None:
-    """The recipe minicpm with its 15 sources, the tokenizer of host.json, up to the first cycle and its rebuilding."""
-    host = tmp_path / "host.json"
-    host.write_text(json.dumps({"tokenizer": str(tokenizer)}))
-    work, variables = tmp_path / "D", {"NSTRAIN_HOST": str(host)}
-    typed = ["data", "init", "--work", str(work), "--eos-id", "1", "--cycle-tokens", "2e4"]
-    shown = command(corpora, *typed, "--unit-tokens", str(UNIT), **variables)
-    assert shown.returncode == 0, shown.stderr
-    assert "19,200 tokens" in shown.stdout
-    line = DataLine.open(work)
-    assert len(line.source_names) == 15
     assert line.schedule.cycle(1).shares == (12, 12, 4, 9, 2, 12, 6, 6, 3, 5, 6, 11, 5, 5, 2)
     strata = {name: len(line.listing(name).strata) for name in line.source_names}
     assert strata == {
@@ -90,11 +74,17 @@ def test_the_default_command_as_typed(corpora: FakeHub, tmp_path: Path, tokenize
     }  # fmt: skip
     pins = {(s.settings.repo, s.settings.revision) for s in line.settings.sources}
     assert pins == {(repo, corpora.refs[repo]["main"]) for repo in corpora.repos}
-    assert all(path.endswith(".parquet") for path in fetched(work)), "no _SUCCESS, no README"
-    collect_held_out(line, 3 * UNIT)
-    prepare(line)
-    shown = command(corpora, "data", "status", "--work", str(work), "--json", **variables)
-    assert json.loads(shown.stdout)["downloads_bytes"] == 0, "all that was fetched is open, and deleted"
+    assert all(path.endswith(".parquet") for path in fetched(line.work)), "no _SUCCESS, no README"
+    planned = command(corpora, "data", "plan", "--work", "D", NSTRAIN_HOST=str(host))
+    assert planned.returncode == 0, planned.stderr
+    assert planned.stdout.count("in cycle 1") == 15, "this hub has less text than the real one"
+
+
+def test_a_cycle_of_all_the_example_s_sources(corpora: FakeHub, tmp_path: Path, tokenizer: Path) -> None:
+    """Up to its rebuilding on a machine that has nothing but its manifest and the tokenizer."""
+    line = make_line(tmp_path / "D", tokenizer, hub_lines.find_recipe("minicpm"), cycle_tokens=20_000)
+    assert run_preparer(line.work, until_cycle=1, workers=0) == ExitCode.DONE
+    assert data_status(line).downloads_bytes == 0, "all that was fetched is open, and deleted"
     assert all(found.ok for found in verify_line(line))
     manifest = tmp_path / "away" / "manifest.json"
     manifest.parent.mkdir()
@@ -195,7 +185,7 @@ def test_faults_change_no_byte(
     assert fetched(line.work) == []
 
 
-@pytest.mark.parametrize("number", [1, 9, 40])
+@pytest.mark.parametrize("number", [1, pytest.param(9, marks=pytest.mark.slow), 40])
 def test_a_killed_preparer_goes_on_with_the_same_files(
     corpora: FakeHub, undisturbed: DataLine, tmp_path: Path, tokenizer: Path, number: int
 ) -> None:

@@ -128,9 +128,10 @@ def make_run(root: Path, data: DataLine, **changes: Any) -> LinePaths:
 def environment(paths: LinePaths, **extra: str) -> dict[str, str]:
     """The environment of a trainer process; its host.json names the stand-in model unless the line's preset is real."""
     standin = load_run(paths.run_json).model.preset == "stand-in"
+    python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     host = paths.root.with_name(f"{paths.root.name}.host.json")
     atomic_write_json(host, {"neuronspark": str(STANDIN)} if standin else {})
-    return os.environ | {"NSTRAIN_HOST": str(host), "PYTHONPATH": str(ROOT)} | extra
+    return os.environ | {"NSTRAIN_HOST": str(host), "PYTHONPATH": python_path} | extra
 
 
 def launch(paths: LinePaths, *arguments: str, pass_fds: tuple[int, ...] = (), **extra: str) -> subprocess.Popen[bytes]:

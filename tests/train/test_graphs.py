@@ -17,6 +17,9 @@ from nstrain.train.graphs import GraphEngine
 
 pytestmark = pytest.mark.gpu
 
+HELD = 3 << 30
+"""Two engines share the card in most tests."""
+
 
 def neuronspark(recompute: str = "none", dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
     from neuronspark import NeuronSpark
@@ -34,7 +37,7 @@ MODELS = {
 
 
 def engines(name: str, micro_rows: int = 2) -> tuple[EagerEngine, GraphEngine]:
-    pair = EagerEngine(MODELS[name](), optimizer_settings()), GraphEngine(MODELS[name](), optimizer_settings())  # type: ignore
+    pair = EagerEngine(MODELS[name](), optimizer_settings()), GraphEngine(MODELS[name](), optimizer_settings(), HELD)  # type: ignore
     for engine in pair:
         engine.set_length(LengthSettings(micro_rows=micro_rows))
     return pair  # type: ignore[return-value]
@@ -61,7 +64,7 @@ def test_graphs_equal_eager_bit_for_bit_over_lengths_and_ramps(name: str) -> Non
 
 @pytest.mark.parametrize("recompute", ["dendritic", "all"])
 def test_recomputation_changes_no_bit(recompute: str) -> None:
-    plain, recomputed = (GraphEngine(neuronspark(), optimizer_settings()) for _ in range(2))  # type: ignore[arg-type]
+    plain, recomputed = (GraphEngine(neuronspark(), optimizer_settings(), HELD) for _ in range(2))  # type: ignore[arg-type]
     plain.set_length(LengthSettings(micro_rows=2))
     recomputed.set_length(LengthSettings(micro_rows=2, recompute=recompute))  # type: ignore[arg-type]
     for seed in range(2):
@@ -72,7 +75,7 @@ def test_recomputation_changes_no_bit(recompute: str) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_skipped_update_leaves_every_byte_and_the_next_is_normal(bad: float) -> None:
-    spoiled, clean = (GraphEngine(neuronspark(), optimizer_settings()) for _ in range(2))  # type: ignore[arg-type]
+    spoiled, clean = (GraphEngine(neuronspark(), optimizer_settings(), HELD) for _ in range(2))  # type: ignore[arg-type]
     for engine in (spoiled, clean):
         engine.set_length(LengthSettings(micro_rows=2))
         train_update(engine, random_rows(4, 64, vocab_size=256), 2, 1e-3, 0.1)

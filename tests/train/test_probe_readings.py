@@ -158,6 +158,8 @@ def test_rows_without_a_boundary_are_left_out_there() -> None:
         "val_8/dendritic/layer00/boundary_retention_p50": 0.25,
         "val_8/dendritic/layer00/boundary_retention_max": 0.75,
     }
+    weighted = probe_row([batch([9.0, 1.0, 4.0], layer00={name: [[nan, nan], [0.1, 0.2], [0.3, 0.4]]})], 8)
+    assert weighted["val_8/dendritic/boundary_retention_p50"] == 0.3, "the other rows keep their own weights"
     none = probe_row([batch([1.0], rows={"dendritic/boundaries": [[0.0]]}, layer00={name: [[nan, nan]]})], 8)
     assert none == {"val_8/dendritic/boundaries": 0.0}
 

@@ -112,10 +112,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataLine:
     return line
 
 
-def make_line(root: Path, data: DataLine) -> LinePaths:
+def make_line(root: Path, data: DataLine, device: str) -> LinePaths:
     return make_run(
         root,
         data,
+        device=device,
         model={"preset": "tiny-32k", "config": CONFIG},
         threads=2,
         tokens_per_update=4 * 32,
@@ -123,8 +124,9 @@ def make_line(root: Path, data: DataLine) -> LinePaths:
     )
 
 
-def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(data: DataLine, tmp_path: Path) -> None:
-    through, line = make_line(tmp_path / "through", data), make_line(tmp_path / "run", data)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(device: str, data: DataLine, tmp_path: Path) -> None:
+    through, line = (make_line(tmp_path / name, data, device) for name in ("through", "run"))
     assert run(through) == ExitCode.DONE
     last = last_update(through)
     assert last == 32

@@ -27,6 +27,7 @@ class MadeUpDevice:
         self.change(
             room=1000 * MIB,
             memory=64 << 30,
+            free=64 << 30,
             uuid=None,
             parameters=1_000_000,
             code="c0de",
@@ -53,6 +54,11 @@ class MadeUpDevice:
         """The shapes that were run, in order, as "mode/rows x tokens"."""
         return self._ran.read_text().split("\n")[:-1] if self._ran.exists() else []
 
+    @property
+    def kernel_caches(self) -> set[str]:
+        """Where the trials were told to keep compiled kernels."""
+        return set(self._ran.with_name("caches.txt").read_text().splitlines())
+
     def pids(self) -> list[int]:
         """Processes of the trials that hung."""
         return [int(path.stem) for path in self._ran.parent.glob("*.pid")]
@@ -76,13 +82,15 @@ def main() -> None:
         versions = {"nstrain": "1", "torch": "2", "triton": None}
         send(
             machine={"device": "made up", "uuid": world["uuid"], "memory_bytes": world["memory"], "versions": versions}
-            | {"code": world["code"], "parameters": world["parameters"]}
+            | {"code": world["code"], "parameters": world["parameters"], "free_bytes": world["free"]}
         )
         return
     shape = job["shape"]
     mode, rows = shape["recompute"], shape["micro_rows"]
     with arguments.ran.open("a") as file:
         file.write(f"{mode}/{rows} x {shape['row_tokens']}\n")
+    with arguments.ran.with_name("caches.txt").open("a") as file:
+        file.write(os.environ["TRITON_CACHE_DIR"] + "\n")
     send(stage="timing")
     fail(world["faults"].get(f"{mode}/{rows}"), arguments.ran.with_name(f"{os.getpid()}.pid"), send)
     transient = world["fixed"] + rows * shape["row_tokens"] * world["token_bytes"][mode]

@@ -58,6 +58,18 @@ def test_grows_and_takes_the_fastest(paths: LinePaths, device: MadeUpDevice) -> 
     assert sorted(kernels) == ["kernel of all", "kernel of dendritic", "kernel of none"]
 
 
+def test_trials_share_compiled_kernels_with_the_trainer(
+    paths: LinePaths, device: MadeUpDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    tuned(paths, device)
+    assert device.kernel_caches == {str(tmp_path / ".triton" / "cache")}, "where Triton itself looks"
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    tuned(paths, device, again=True)
+    assert "/elsewhere" in device.kernel_caches
+
+
 def test_recomputes_for_room(paths: LinePaths, device: MadeUpDevice) -> None:
     """4 rows fill the device without recomputing; a launch costs so much that 8 recomputed rows are faster."""
     device.change(room=11 * MIB, launch_s=0.1)
@@ -134,10 +146,16 @@ def test_nothing_fits(paths: LinePaths, device: MadeUpDevice) -> None:
 
 
 def test_a_model_larger_than_the_device_is_refused_untried(paths: LinePaths, device: MadeUpDevice) -> None:
-    device.change(memory=15_000_000)
+    device.change(memory=15_000_000, free=15_000_000)
     with pytest.raises(Refusal, match=r"1,000,000 parameters take 15\.3 MiB"):
         tuned(paths, device)
     assert device.ran == []
+
+
+def test_a_device_in_use_is_told(paths: LinePaths, device: MadeUpDevice) -> None:
+    device.change(free=60 << 30)
+    (notice,) = tuned(paths, device).notices
+    assert notice.startswith("4.0 GiB of the GPU's 64.0 GiB were in use")
 
 
 def test_each_length_of_the_schedule(paths: LinePaths, device: MadeUpDevice) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nstrain.tune.memory import MARGIN_SHARE, MemoryModel, fits, persistent_bytes
@@ -23,6 +23,7 @@ def test_nothing_is_known_before_the_first_trial() -> None:
     assert model.estimate(MODE, 64, 1) is None, "another mode tells nothing"
 
 
+@settings(deadline=None)
 @given(
     fixed=st.integers(0, 10**9),
     per_row=st.integers(1, 10**9),
@@ -37,6 +38,7 @@ def test_two_trials_give_the_line(fixed: int, per_row: int, rows: list[int]) -> 
     assert abs(model.estimate(MODE, 64, asked) - truth) <= 1e-9 * truth + 1  # type: ignore[operator]
 
 
+@settings(deadline=None)
 @given(
     share=st.floats(0, 0.5), rows=st.integers(1, 8), larger=st.integers(2, 64), first=st.integers(10**3, 10**9),
     room=st.integers(10**3, 10**11), other_length=st.booleans(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from nstrain.base.errors import ExitCode, Refusal
+from nstrain.base.process import identify
 from nstrain.line.paths import LinePaths
 from nstrain.settings.run import load_run, save_run
 from nstrain.tune.child import TRIAL_COMMAND, TrialFailed, run_trial
@@ -33,21 +35,21 @@ def job(paths: LinePaths, **fields: Any) -> dict[str, Any]:
 
 def test_a_line_is_tuned_by_the_command(paths: LinePaths) -> None:
     settings = load_run(paths.run_json)
-    save_run(paths.run_json, settings.model_copy(update={"tokens_per_update": 128}))
+    save_run(paths.run_json, settings.model_copy(update={"tokens_per_update": 64}))
     command = [sys.executable, "-m", "nstrain.cli.main", "tune", str(paths.root), "--seconds", "0.1", "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert ran.returncode == int(ExitCode.DONE), ran.stderr
     result = json.loads(ran.stdout)
     trials = {(t["shape"]["recompute"], t["shape"]["micro_rows"]): t for t in result["trials"]}
-    assert set(trials) >= {("none", 1), ("none", 2)}
-    assert {mode for mode, _ in trials} == {"none", "dendritic", "all"}
+    assert set(trials) == {("none", 1), ("dendritic", 1), ("all", 1)}, "an update of one row has one size"
     assert ran.stderr.count("tokens/s") == len(trials), "each trial is told when it ends"
     for trial in trials.values():
         measured = trial["measured"]
         assert trial["outcome"] == "measured"
         assert measured["updates"] >= 3
-        assert 0 < measured["finish_s"] < measured["micro_batch_s"] < 60
+        assert 0 < measured["finish_s"] < 60
+        assert 0 < measured["micro_batch_s"] < 60
         assert 0 < measured["transient_bytes"] < measured["room_bytes"]
         assert measured["persistent_bytes"] >= 16 * 1_000_000
     choice = result["chosen"]["64"]
@@ -57,8 +59,9 @@ def test_a_line_is_tuned_by_the_command(paths: LinePaths) -> None:
         choice["micro_rows"],
         choice["recompute"],
     )
-    kernels = json.loads((paths.tune / "kernels.json").read_text())["kernels"]
-    assert kernels, "the model says how its kernels are launched"
+    kernels = json.loads((paths.tune / "kernels.json").read_text())
+    assert kernels["kernels"] == {}, "there are none on a CPU"
+    assert kernels["basis"] == json.loads((paths.tune / "trials.json").read_text())["basis"]
 
 
 def test_want_of_memory_is_told(paths: LinePaths, tmp_path: Path) -> None:
@@ -74,6 +77,27 @@ def test_settings_that_cannot_be_trained_are_refused(paths: LinePaths, tmp_path:
     asked["settings"]["model"]["config"]["rope_max_seq_len"] = 32
     with pytest.raises(Refusal, match="rope_max_seq_len"):
         run_trial(asked, tmp_path / "log", 60)
+
+
+def test_an_interrupt_ends_the_trial_as_well(paths: LinePaths) -> None:
+    before = paths.run_json.read_bytes()
+    command = [sys.executable, "-m", "nstrain.cli.main", "tune", str(paths.root)]
+    tuner = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    children = Path(f"/proc/{tuner.pid}/task/{tuner.pid}/children")
+    deadline = time.monotonic() + 30
+    while not (pids := children.read_text().split()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    tuner.send_signal(signal.SIGINT)
+    _, said = tuner.communicate(timeout=30)
+    assert tuner.returncode == int(ExitCode.STOPPED), said
+    assert "the same command goes on from there" in said
+    while (
+        identify(int(pids[0])) is not None
+    ):  # interrupted while it was just being started, it leaves as an orphan does
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert paths.run_json.read_bytes() == before
 
 
 def test_an_orphan_leaves(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from nstrain.base.errors import Refusal
@@ -55,6 +56,7 @@ def of(*batch_rows: int, updates: dict[int, int] | None = None) -> Workload:
     return Workload(64, updates or dict.fromkeys(batch_rows, 100), batch_rows)
 
 
+@hypothesis_settings(deadline=None)
 @given(
     cycles=st.lists(st.integers(1, 12), min_size=1, max_size=5),
     starts=st.lists(st.integers(1, 1000), max_size=3, unique=True),
@@ -122,6 +124,7 @@ def test_sizes(batch_rows: tuple[int, ...], sizes: list[int]) -> None:
     assert of(*batch_rows).sizes() == sizes
 
 
+@hypothesis_settings(deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=3, unique=True))
 def test_sizes_grow_to_the_batch_and_waste_little(batch_rows: list[int]) -> None:
     load = of(*sorted(batch_rows))
