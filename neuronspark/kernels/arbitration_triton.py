@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from neuronspark.kernels.arbitration import COSINE_EPS
-from neuronspark.kernels.exponential_triton import sigmoids, softplus
+from neuronspark.kernels.exponential_kernels import sigmoids, softplus
 from neuronspark.kernels.launch import ANY, CompileCase, Launch, pinned, register
 from neuronspark.kernels.partial_sums_triton import sum_partials
 

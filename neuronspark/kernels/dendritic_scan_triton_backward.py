@@ -28,7 +28,7 @@ GRADIENT_PROGRAMS_WANTED = 1024
 """A group's heads are split in blocks until there are this many programs: a few waves of a large card."""
 
 CANDIDATES = {
-    "dendritic_scan_gradients/16-bit": [Launch({}, 4, 2), Launch({}, 4, 3), Launch({}, 4, 1)],
+    "dendritic_scan_gradients/16-bit": [Launch({}, 4, 3), Launch({}, 4, 2), Launch({}, 4, 1)],
 }
 """Launch configurations for Hopper, the pinned one first. Its compiler has no barrier between warp groups after a
 product (triton issue 11047), so more than four warps are for other cards."""

@@ -78,8 +78,8 @@ and the other block. Blocks of queries of the forward and the query gradient are
 which reads what they write of the padding. fp32 products are three of TF32 each (2^-22 of a product is lost): in plain
 fp32 no tile is small enough to stay in registers."""
 
-_LATER_CARDS = {"pool_read_key_gradient/64": _launches((64, 64, 4, 2))[0]}
-"""What the cards after Hopper have in its place: with three stages it spills a register there."""
+_LATER_CARDS = {"pool_read_key_gradient/64": _launches((64, 64, 8, 2))[0]}
+"""What the cards after Hopper have in its place: with four warps it spills registers there."""
 for _name, _candidates in CANDIDATES.items():
     register(_name, {ANY: _LATER_CARDS.get(_name, _candidates[0]), "sm_90": _candidates[0]})
 CLOCK = register("pool_read_clock", {ANY: Launch({"BLOCKS": 32}, 8)})

@@ -39,7 +39,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from neuronspark.kernels.exponential_triton import one_minus_exp, sigmoids, softplus
+from neuronspark.kernels.exponential_kernels import one_minus_exp, sigmoids, softplus
 from neuronspark.kernels.launch import ANY, CompileCase, Launch, pinned, register
 from neuronspark.kernels.partial_sums_triton import sum_partials
 

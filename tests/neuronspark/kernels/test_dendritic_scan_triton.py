@@ -100,10 +100,13 @@ def test_layouts(device: torch.device, seed: int) -> None:
     wide = {name: torch.cat((inputs[name], inputs[name]), -1) for name in ("v", "b", "c")}
     parts = {name: tensor.unflatten(-1, (2, 16))[..., 0, :] for name, tensor in wide.items()}
     askew = {name: inputs[name].mT.contiguous().mT for name in ("v", "log_decay", "factor", "c")}
-    for laid in (parts, askew):
-        assert_same(plain, _gradients({**inputs, **laid}, weights), seed)
     transposed = weights.transpose(1, 2).contiguous().transpose(1, 2)
-    assert_same(plain, run("triton", dendritic_scan, inputs, transposed), seed)
+    found = [_gradients({**inputs, **laid}, weights) for laid in (parts, askew)]
+    for other in (*found, run("triton", dendritic_scan, inputs, transposed)):
+        for name, expected in plain.items():
+            # A card's compiler orders a sum by how its terms lie, so that only layout for layout bits are the same.
+            error = relative_error(other[name], expected)
+            assert error < 1e-6, f"{name}: relative error {error:.2e}, seed {seed}"
 
 
 def _gradients(inputs: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
