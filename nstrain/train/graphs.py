@@ -26,7 +26,7 @@ from torch import Tensor
 from nstrain.base.errors import NstrainError
 from nstrain.gpu.arena import Arena, ArenaTooSmall, arena_stream
 from nstrain.settings.run import LengthSettings, OptimizerSettings
-from nstrain.train.engine import EagerEngine, TokenRows, UpdateReadings
+from nstrain.train.engine import EagerEngine, OptimizerCounts, TokenRows, UpdateReadings
 from nstrain.train.model import IGNORED_TOKEN, TrainableModel
 from nstrain.train.norms import StretchTable
 
@@ -90,6 +90,11 @@ class GraphEngine(EagerEngine):
             del losses_BL
         self._refuse_growth("validation")
         return host.mean(axis=1)
+
+    def restored(self, counts: OptimizerCounts) -> None:
+        """Take up weights and moments that were loaded into `flat`, which happened on another stream than the graphs'."""
+        super().restored(counts)
+        torch.cuda.synchronize()
 
     def open_arena(self) -> int:
         """Take the arena's memory now, and not with the first micro-batch; the bytes it holds."""
