@@ -92,7 +92,7 @@ class GraphEngine(EagerEngine):
         return host.mean(axis=1)
 
     def restored(self, counts: OptimizerCounts) -> None:
-        """Take up weights and moments that were loaded into `flat`, which happened on another stream than the graphs'."""
+        """Take up weights and moments that were loaded into `flat`, on another stream than the graphs'."""
         super().restored(counts)
         torch.cuda.synchronize()
 
