@@ -48,7 +48,7 @@ COLUMN = "content"
 FILE_TEXT_BYTES = 4_000_000
 ROW_LENGTHS = (4096, 256)
 UPDATE_TOKENS = 1 << 18
-SHARE_OF_CORPUS = 0.95
+SHARE_OF_CORPUS = 0.97
 """Of its tokens that nstrain's cycle takes; a hundredth is held out, and all files must be needed."""
 CHUNK_TOKENS = 2049 * 8012
 """Of litdata's chunks: its guide's."""

@@ -97,15 +97,21 @@ class _Opener:
         """Open files until no stratum is short of its need; says whether any was opened."""
         opened = False
         while any(self.short(index, need) for index, need in enumerate(needs)):
-            likely = [self._likely(i, need, rates[i]) for i, need in enumerate(needs)]
-            # In parallel, and only a guess: what is opened is decided below, and a file read too early is read once.
-            self.files.prefetch([(i, order) for i, orders in enumerate(likely) for order in orders])
-            for index, orders in enumerate(likely):
+            for index, orders in enumerate(self.read_ahead(needs, rates)):
                 for _ in orders:
                     if self.short(index, needs[index]):
                         self._open_next(index)
                         opened = True
         return opened
+
+    def read_ahead(self, needs: Sequence[int], rates: Sequence[Fraction]) -> list[list[int]]:
+        """Have the pool read, in parallel, the files that each stratum will likely open for its need; returns them.
+
+        It is a guess, which decides nothing: a file that is read too early is read once.
+        """
+        likely = [self._likely(i, need, rates[i]) for i, need in enumerate(needs)]
+        self.files.prefetch([(i, order) for i, orders in enumerate(likely) for order in orders])
+        return likely
 
     def _likely(self, index: int, need: int, rate: Fraction) -> list[int]:
         """The next files that a stratum will open for its need, by their expected tokens; none if it is not short."""
@@ -191,11 +197,17 @@ def open_for_cycle(
     """
     opener = _Opener(files, listing, before, open_files)
     need = targets + 1
-    opener.open_all([0] * len(opener.strata), stratum_rates(opener.states, calibrated))
+
+    def needs(shares: Sequence[int]) -> list[int]:
+        return [-(-share * need // SHARE_ONE) for share in shares]
+
+    rates = stratum_rates(opener.states, calibrated)
+    opener.read_ahead(needs(opener.shares(rates)), rates)  # all at once, where what follows goes step by step
+    opener.open_all([0] * len(opener.strata), rates)
     while True:
         rates = stratum_rates(opener.states, calibrated)
         shares = opener.shares(rates)
-        if not opener.open_all([-(-share * need // SHARE_ONE) for share in shares], rates):
+        if not opener.open_all(needs(shares), rates):
             break
     left, counts = sum(stratum.left for stratum in opener.strata), opener.counts
     if left < need and not any(stratum.unopened_bytes for stratum in opener.strata):

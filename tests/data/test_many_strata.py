@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_helpers import PlainText, make_line, manifest_of, prepared, prose, source, table_of
+from data_helpers import PlainText, make_line, manifest_of, prepared, prose, prose_tree, source, table_of, write_tree
 from reader_files import write_texts
 from strata_bounds import lags_of
 
@@ -158,3 +158,23 @@ def test_what_workers_read_ahead_stays_until_it_is_opened(
     assert len(asked) > sum(len(read) for read in built.read), "it guessed too high"
     assert len(set(asked)) == len(asked), "a file was read twice"
     assert prepared(line) == prepared(built.line)
+
+
+def test_the_files_of_a_stratum_that_needs_many_are_asked_for_at_once(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the first open_files, and the others when those are read: workers and downloads would wait meanwhile."""
+    write_tree(tmp_path / "text", prose_tree(3, {"one": 40}, words=200))
+    line = make_line(tmp_path / "line", tokenizer, [source("web", tmp_path / "text")], 6400, 1)
+    asked: list[int] = []
+    real = OpenerPool.open_as_they_come
+
+    def counted(self: OpenerPool, arrivals: Iterable[Sequence[FileRequest]], *told: Any) -> None:
+        come = [list(requests) for requests in arrivals]
+        asked.append(sum(map(len, come)))
+        real(self, come, *told)
+
+    monkeypatch.setattr(OpenerPool, "open_as_they_come", counted)
+    run_preparer(line.work, until_cycle=1, workers=0)
+    assert sum(asked) > 3 * OPEN_FILES
+    assert asked[0] > sum(asked) / 2
