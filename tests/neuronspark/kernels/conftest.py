@@ -5,6 +5,7 @@ The interpreter must be chosen before a kernel's module is imported, so it is ch
 
 from __future__ import annotations
 
+import hashlib
 import os
 
 import pytest
@@ -20,8 +21,13 @@ def device() -> torch.device:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A fresh seed each run, shown with a failure; NEURONSPARK_TEST_SEED repeats one."""
-    found = int(os.environ.get("NEURONSPARK_TEST_SEED", int.from_bytes(os.urandom(4), "little")))
+    """On a card a fresh seed each run, in the interpreter the test's own; shown with a failure.
+
+    NEURONSPARK_TEST_SEED repeats one, and "fresh" draws one here too.
+    """
+    wanted = os.environ.get("NEURONSPARK_TEST_SEED", "fresh" if DEVICE.type == "cuda" else "own")
+    drawn = {"fresh": os.urandom(4), "own": hashlib.sha256(request.node.nodeid.encode()).digest()[:4]}
+    found = int.from_bytes(drawn[wanted], "little") if wanted in drawn else int(wanted)
     print(f"NEURONSPARK_TEST_SEED={found}")
     torch.manual_seed(found)
     return found

@@ -150,14 +150,14 @@ def test_extreme_factors(factor: float, device: torch.device, seed: int) -> None
 
 
 def assert_close(inputs: dict[str, Tensor], weights: Tensor, seed: int) -> dict[str, Tensor]:
-    """As `assert_right`, for results that may be 0 throughout: off by 1e-5 of the values, or of 1e-7 if they are less.
+    """As `assert_right`, for results that may be 0 throughout: off by 3e-5 of the values, or of 1e-7 if they are less.
 
     A decay to the power of a token is 9e-27 at the lowest that counts, so what passes it vanishes beside the rest.
     """
     found = run("triton", dendritic_scan, inputs, weights)
     exact = run("reference", dendritic_scan, {name: x.double() for name, x in inputs.items()}, weights.double())
     for name, expected in exact.items():
-        allowed = FP32_LIMIT * max(float(expected.norm()), 1e-7)
+        allowed = 3 * FP32_LIMIT * max(float(expected.norm()), 1e-7)
         off = float((found[name].double() - expected).norm())
         assert off <= allowed, f"{name}: {off:.2e} off, allowed {allowed:.2e}; NEURONSPARK_TEST_SEED={seed}"
     return found
