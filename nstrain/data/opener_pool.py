@@ -35,7 +35,7 @@ from nstrain.data.entries import FileRequest, open_file
 from nstrain.data.readers import bad_upload
 
 TASK_BYTES = 1 << 20
-"""Small files are handed out together until they come to this."""
+"""Small files are handed out together, as many as come to no more than this."""
 RECYCLE_TASKS = 512
 RECYCLE_BYTES = 1 << 30
 FAILED_STARTS = 3
@@ -284,10 +284,10 @@ def _grouped(requests: Sequence[FileRequest]) -> list[_Task]:
         if request.file.size >= TASK_BYTES:
             tasks.append(_Task([request]))
             continue
-        small.append(request)
-        if sum(r.file.size for r in small) >= TASK_BYTES:
+        if sum(r.file.size for r in small) + request.file.size > TASK_BYTES:
             tasks.append(_Task(small))
             small = []
+        small.append(request)
     if small:
         tasks.append(_Task(small))
     return sorted(tasks, key=lambda task: -task.bytes)
