@@ -169,6 +169,10 @@ class NeuronSpark(ParameterModule):
         """What the layers do on rows [B, L + 1], by part and reading, [rows, members] each; see probe.py."""
         return probe.probe(self, tokens, eos_id, train_length, attention=attention)
 
+    def probe_members(self) -> dict[str, dict[str, int]]:
+        """What `probe` gives of this model: by part and reading, the number of members; see `probe.probe_members`."""
+        return probe.probe_members(self.config)
+
     def absent_readings(self) -> dict[str, str]:
         """The readings that this model never has, and why; names as in `probe.reading_names`."""
         return probe.absent_readings(self.config)

@@ -132,6 +132,29 @@ def reading_names() -> tuple[str, ...]:
     return (*dendritic, *hippocampal, *MEMORY_READINGS, *ATTENTION_READINGS)
 
 
+def probe_members(config: ModelConfig) -> dict[str, dict[str, int]]:
+    """What a probe of a model of this configuration gives: by part and reading, the number of members.
+
+    <k> stands for a bin's or segment's number. Readings of long rows are on long rows only, the attn_... ones on rows
+    that are asked for them.
+    """
+    members: dict[str, dict[str, int]] = {ROWS: {}}
+    if DENDRITIC in config.layers:
+        members[ROWS] |= dict.fromkeys(DENDRITIC_ROW_READINGS, 1)
+    if HIPPOCAMPAL in config.layers:
+        members[ROWS] |= dict.fromkeys(HIPPOCAMPAL_ROW_READINGS, 1)
+    for index, kind in enumerate(config.layers):
+        if kind == DENDRITIC:
+            names = dict.fromkeys((*DENDRITIC_READINGS, *LONG_DENDRITIC_READINGS), config.dendritic_heads)
+        else:
+            pool = (*HIPPOCAMPAL_READINGS, *LONG_HIPPOCAMPAL_READINGS, *ATTENTION_READINGS)
+            names = dict.fromkeys(pool, config.pool_heads) | {"hippocampal/decay_tau": config.trace_width}
+        if index in config.memory_layers:
+            names |= dict.fromkeys(MEMORY_READINGS, 1) | {"hippocampal/pkm_entropy": config.memory_heads}
+        members[f"layer{index:02d}"] = {name: 1 if "firing" in name else count for name, count in names.items()}
+    return members
+
+
 def absent_readings(config: ModelConfig) -> dict[str, str]:
     """The readings that a model of this configuration never has, and why."""
     absent: dict[str, str] = {}

@@ -27,7 +27,12 @@ from nstrain.train.determinism import enter_deterministic_mode
 from nstrain.train.engine import EagerEngine, TokenRows, train_update
 from nstrain.train.model import build, model_cost
 
+LEASE_WAIT_S = 5.0
+"""How long a GPU's last holder may take to go."""
+
 WARM_UP_UPDATES = 2
+EMA_MOVE = 1e-4
+"""How far an update moves the weights' average, if there is one."""
 Recompute = Literal["none", "dendritic", "all"]
 
 
@@ -51,6 +56,8 @@ class BenchPlan:
     """What the arena holds beforehand on a GPU; null: all that is free but a slack."""
     eager: bool = False
     """Run operator by operator on a GPU as well."""
+    ema: bool = False
+    """Keep a moving average of the weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +115,20 @@ class BenchResult:
 
 
 def bench(plan: BenchPlan, profile: bool = False, tell: Callable[[str], None] = lambda _: None) -> BenchResult:
-    """Time a plan. Raises `Refusal` for a model or device that is not there."""
+    """Time a plan. Raises `Refusal` for a model or device that is not there, `NstrainError` for a leased GPU."""
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise Refusal("torch finds no CUDA device here; --device cpu times the eager engine")
     enter_deterministic_mode(plan.threads)
+    if plan.device != "cuda":
+        return _benched(plan, profile, tell)
+    from nstrain.gpu.lease import gpu_lease, this_gpu
+
+    uuid = this_gpu()
+    with gpu_lease(uuid).acquire(f"the GPU {uuid}", LEASE_WAIT_S):
+        return _benched(plan, profile, tell)
+
+
+def _benched(plan: BenchPlan, profile: bool, tell: Callable[[str], None]) -> BenchResult:
     cost = model_cost(plan.model, plan.row_tokens)
     if plan.row_tokens > cost.row_tokens:
         raise Refusal(f"{plan.model} reads rows of {cost.row_tokens:,} tokens at most, not {plan.row_tokens:,}")
@@ -131,7 +148,7 @@ def bench(plan: BenchPlan, profile: bool = False, tell: Callable[[str], None] = 
     for number in range(WARM_UP_UPDATES + plan.updates):
         rows = _rows(plan, vocabulary, number)
         began = time.perf_counter()
-        losses.append(train_update(engine, rows, plan.rows, 1e-4, 0.1).loss)
+        losses.append(_update(engine, plan, rows))
         seconds.append(time.perf_counter() - began)
         tell(f"update {number + 1}: {seconds[-1]:.2f} s, loss {losses[-1]:.3f}")
     tokens = plan.accum * plan.rows * plan.row_tokens
@@ -160,13 +177,18 @@ def _engine(plan: BenchPlan, config: dict[str, Any], vocabulary: int) -> EagerEn
     if plan.device == "cuda" and not plan.eager:
         from nstrain.train.graphs import GraphEngine
 
-        graphs = GraphEngine(model, optimizer, plan.hold_bytes)
+        graphs = GraphEngine(model, optimizer, plan.hold_bytes, with_ema=plan.ema)
         graphs.open_arena()  # before the peak is reset: an arena is held by allocating it, which would count
         engine: EagerEngine = graphs
     else:
-        engine = EagerEngine(model, optimizer)
+        engine = EagerEngine(model, optimizer, with_ema=plan.ema)
     engine.set_length(LengthSettings(micro_rows=plan.rows, recompute=plan.recompute))
     return engine
+
+
+def _update(engine: EagerEngine, plan: BenchPlan, rows: TokenRows) -> float:
+    """One update; its loss."""
+    return train_update(engine, rows, plan.rows, 1e-4, 0.1, EMA_MOVE if plan.ema else None).loss
 
 
 def _rows(plan: BenchPlan, vocabulary: int, number: int) -> TokenRows:
@@ -195,7 +217,7 @@ def _profiled(engine: EagerEngine, plan: BenchPlan, vocabulary: int) -> Profile 
 
     rows = _rows(plan, vocabulary, 0)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        train_update(engine, rows, plan.rows, 1e-4, 0.1)
+        _update(engine, plan, rows)
         torch.cuda.synchronize()
     events = [event for event in profiled.events() if event.device_type.name == "CUDA"]
     return summarize([(event.name, event.time_range.start, event.time_range.end) for event in events])

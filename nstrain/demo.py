@@ -32,6 +32,8 @@ PEAK_RATE = 3e-3
 FINAL_SHARE = 0.1
 """The rate at the schedule's end over the peak; not 0, so that the line can be extended."""
 VALIDATION_ROWS = 32
+PROBE_ROWS, LONG_ROWS = 8, 1
+"""Probing a row costs a CPU as much as its loss: of some rows only, and one long row (of a unit) a source."""
 HELD_OUT_TOKENS = 48 * UNIT_TOKENS
 
 
@@ -146,8 +148,14 @@ def _new_line(places: DemoPlaces) -> None:
         warmup_tokens=CYCLES * CYCLE_TOKENS // 24,
         decay_tokens=CYCLES * CYCLE_TOKENS * 3 // 5,
         final_lr=FINAL_SHARE * PEAK_RATE,
-        validation={"every_updates": 80, "rows_per_source": VALIDATION_ROWS},
+        validation={
+            "every_updates": 80,
+            "rows_per_source": VALIDATION_ROWS,
+            "probe_rows_per_source": PROBE_ROWS,
+            "long_rows_per_source": LONG_ROWS,
+        },
         checkpoints={"every_updates": 40, "every_minutes": None, "keep_last": 2},
+        device="cpu",
     )
 
 

@@ -9,11 +9,14 @@ Peer in the same run: flash-linear-attention's scalar-decay chunk operator (pack
 `chunk_simple_gla` with q = C, k = B, v = x, g = the log decay. It takes C and B a head, has no factor and no skip:
 "as is" is the operator alone on inputs that are so already, "in our place" adds what it takes to call it with our
 inputs and get our gradients. Its results are compared with ours first. On Hopper with Triton 3.4 to 3.7.0 it refuses
-its own gated backward as miscompiled (its issue 640); that is then lifted for the timing, and the line says so.
+its own gated backward as miscompiled (its issue 640); that is then lifted for the timing, and the line says so. Each of
+its kernels chooses the fastest of at most 4 of its launch configurations, of four warps if it has any, since to compile
+all takes minutes; it is timed at the first two shapes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import traceback
@@ -31,6 +34,10 @@ from neuronspark.kernels.launch import Launch
 SHAPES = ((4, 4096), (1, 32768), (64, 256), (1, 65536))
 """(rows, tokens)."""
 HEADS, COMPARTMENTS, STATES = 80, 64, 64
+PEER_SHAPES = SHAPES[:2]
+"""Where the peer is timed."""
+PEER_CONFIGURATIONS = 4
+"""The most launch configurations that each of the peer's kernels is compiled and tuned with."""
 COUNTED_CHUNK = 64
 BF16_TOLERANCE = 0.02
 
@@ -139,8 +146,11 @@ def _not_saved(case: _Case) -> Iterator[Reading]:
 
 def _peer(case: _Case) -> Iterator[Reading]:
     """flash-linear-attention's operator, with and without what stands between it and our inputs."""
+    if (case.rows, case.tokens) not in PEER_SHAPES:
+        return
     try:
-        chunk_simple_gla = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
+        with _few_configurations():
+            chunk_simple_gla = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
     except ImportError as error:
         print(f"no peer: {error} (packages fla-core and einops)", flush=True)
         return
@@ -160,6 +170,26 @@ def _peer(case: _Case) -> Iterator[Reading]:
     own = [q, k, (v * factor[..., None]).to(v.dtype), log_decay.clone()]
     yield from _times(case, f"  fla as is{note}", as_is, [tensor.requires_grad_() for tensor in own])
     yield from _times(case, f"  fla in our place{note}", in_our_place, case.inputs)
+
+
+@contextlib.contextmanager
+def _few_configurations() -> Iterator[None]:
+    """Kernels that are defined inside keep `PEER_CONFIGURATIONS` of their launch configurations to choose from."""
+    from triton.runtime.autotuner import Autotuner
+
+    begin = Autotuner.__init__
+
+    def begin_with_few(self: Any, fn: Any, arg_names: Any, configs: list[Any], *args: Any, **kwargs: Any) -> None:
+        kept = [config for config in configs if config.num_warps == 4] or configs
+        if len(kept) > PEER_CONFIGURATIONS:
+            kept = [kept[index * len(kept) // PEER_CONFIGURATIONS] for index in range(PEER_CONFIGURATIONS)]
+        begin(self, fn, arg_names, kept, *args, **kwargs)
+
+    Autotuner.__init__ = begin_with_few
+    try:
+        yield
+    finally:
+        Autotuner.__init__ = begin
 
 
 def _lift_refusal() -> str:

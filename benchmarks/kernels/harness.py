@@ -73,7 +73,7 @@ def forward_backward(function: Callable[..., torch.Tensor], inputs: Iterable[tor
 
 def main() -> None:
     """Measure the named operators, or all."""
-    operators = sorted(path.stem for path in HERE.glob("*.py") if path.stem not in ("harness", "__init__"))
+    operators = sorted(path.stem for path in HERE.glob("*.py") if path.stem not in ("harness", "sanitize"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operators", nargs="*", help=f"which (default: all): {', '.join(operators)}")
     parser.add_argument("--search", action="store_true", help="time the candidates for the pinned configurations")

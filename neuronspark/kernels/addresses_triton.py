@@ -36,25 +36,24 @@ from neuronspark.kernels.addresses import MATCH_SHARPNESS, QUERY_SHARPNESS
 from neuronspark.kernels.launch import ANY, CompileCase, Launch, pinned, register
 from neuronspark.kernels.partial_sums_triton import sum_partials
 
-_FORWARD = Launch({"BLOCK_T": 32, "HEADS_PER_PROGRAM": 4}, num_warps=4)
-_BACKWARD = Launch({"BLOCK_T": 8}, num_warps=1)
-FORWARD = register("addresses/forward", {ANY: _FORWARD})
+
+def _forward(tokens: int, heads: int, warps: int, stages: int = 1) -> Launch:
+    return Launch({"BLOCK_T": tokens, "HEADS_PER_PROGRAM": heads, "STAGES": stages}, num_warps=warps)
+
+
+def _backward(tokens: int, warps: int, stages: int = 1) -> Launch:
+    return Launch({"BLOCK_T": tokens, "STAGES": stages}, num_warps=warps)
+
+
+_FORWARD = _forward(32, 4, 4)
+_BACKWARD = _backward(8, 1)
+FORWARD = register("addresses/forward", {ANY: _FORWARD, "sm_90": _forward(8, 4, 1, 2)})
 BACKWARD = register("addresses/backward", {ANY: _BACKWARD})
 CANDIDATES = {
-    FORWARD: [
-        _FORWARD,
-        Launch({"BLOCK_T": 32, "HEADS_PER_PROGRAM": 8}, num_warps=4),
-        Launch({"BLOCK_T": 16, "HEADS_PER_PROGRAM": 8}, num_warps=1),
-        Launch({"BLOCK_T": 8, "HEADS_PER_PROGRAM": 8}, num_warps=1),
-        Launch({"BLOCK_T": 16, "HEADS_PER_PROGRAM": 20}, num_warps=2),
-    ],
-    BACKWARD: [
-        _BACKWARD,
-        Launch({"BLOCK_T": 16}, num_warps=1),
-        Launch({"BLOCK_T": 16}, num_warps=2),
-        Launch({"BLOCK_T": 32}, num_warps=4),
-    ],
+    FORWARD: [_forward(8, 4, 1, 2), _forward(32, 4, 4, 2), _forward(16, 4, 2), _FORWARD],
+    BACKWARD: [_BACKWARD, _backward(16, 2, 2), _backward(8, 1, 2)],
 }
+"""Configurations to time for each pinned one, an H200's first."""
 
 
 @triton.jit
@@ -97,6 +96,7 @@ def _forward_kernel(
     QUERY_SCALE: tl.constexpr, MATCH_SCALE: tl.constexpr,
     Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, P_STRIDE: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_MATCH: tl.constexpr, BLOCK_T: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Queries and keys of a block of tokens and some heads."""
     WIDTH: tl.constexpr = 2 * HALF
@@ -116,7 +116,7 @@ def _forward_kernel(
     if p_before is not None:
         before += _load(p_before + row * MATCH, token, token == 0, 0, MATCH, MATCH, BLOCK_MATCH)
     before *= _inverse_rms(tl.sum(before * before, 1), EPS, MATCH)[:, None]
-    for i in range(HEADS_PER_PROGRAM):
+    for i in tl.range(HEADS_PER_PROGRAM, num_stages=STAGES):
         head = first_head + i
         valid = in_row & (head < HEADS)
         out = (row * HEADS + head) * tokens * ADDRESS
@@ -166,7 +166,7 @@ def _backward_kernel(
     HEADS: tl.constexpr, HALF: tl.constexpr, MATCH: tl.constexpr, EPS: tl.constexpr,
     QUERY_SCALE: tl.constexpr, MATCH_SCALE: tl.constexpr,
     Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, P_STRIDE: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_MATCH: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_MATCH: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dp of a block of tokens, and the block's share of the gains' gradients: dgains [2, programs, h]."""
     WIDTH: tl.constexpr = 2 * HALF
@@ -188,7 +188,7 @@ def _backward_kernel(
     p_scale = _inverse_rms(tl.sum(now * now, 1), EPS, MATCH)
     now *= p_scale[:, None]
     dnow = tl.zeros([BLOCK_T, BLOCK_MATCH], tl.float32)
-    for head in range(HEADS):
+    for head in tl.range(HEADS, num_stages=STAGES):
         out = (row * HEADS + head) * tokens * ADDRESS
         gain = tl.load(query_gain + head).to(tl.float32) * QUERY_SCALE
         beta = tl.load(match_gain + head).to(tl.float32) * MATCH_SCALE
@@ -304,7 +304,11 @@ def addresses_triton(
 def compile_cases() -> Iterator[CompileCase]:
     """Both kernels at the widths of ns-2b, in bf16."""
     dense = dict.fromkeys(("q", "k", "p", "query", "key", "dquery", "dkey", "dq", "dk", "dp"), "*bf16")
-    types = {**dense, **dict.fromkeys(("cos", "sin", "query_gain", "match_gain", "dgains"), "*fp32"), "tokens": "i32"}
+    types: dict[str, str | int] = {
+        **dense,
+        **dict.fromkeys(("cos", "sin", "query_gain", "match_gain", "dgains"), "*fp32"),
+        "tokens": 4096,
+    }
     constants = _constants(40, 64, 32, 1e-6, (2560, 2560, 32))
     for name, kernel in ((FORWARD, _forward_kernel), (BACKWARD, _backward_kernel)):
         arguments = {argument: kind for argument, kind in types.items() if argument in kernel.arg_names}

@@ -34,20 +34,20 @@ from neuronspark.kernels.exponential_kernels import sigmoids, softplus
 from neuronspark.kernels.launch import ANY, CompileCase, Launch, pinned, register
 from neuronspark.kernels.partial_sums_triton import sum_partials
 
-_FORWARD = Launch({"BLOCK_T": 32, "TILES": 2}, num_warps=4)
-_BACKWARD = Launch({"BLOCK_T": 8, "TILES": 8}, num_warps=1)
-FORWARD = register("arbitration/forward", {ANY: _FORWARD})
-BACKWARD = register("arbitration/backward", {ANY: _BACKWARD})
+
+def _tiles(tokens: int, tiles: int, warps: int, stages: int = 1) -> Launch:
+    return Launch({"BLOCK_T": tokens, "TILES": tiles, "STAGES": stages}, num_warps=warps)
+
+
+_FORWARD = _tiles(32, 2, 4)
+_BACKWARD = _tiles(8, 8, 1)
+FORWARD = register("arbitration/forward", {ANY: _FORWARD, "sm_90": _tiles(16, 1, 2)})
+BACKWARD = register("arbitration/backward", {ANY: _BACKWARD, "sm_90": _tiles(32, 4, 4, 3)})
 CANDIDATES = {
-    name: [
-        Launch({"BLOCK_T": 8, "TILES": 8}, num_warps=1),
-        Launch({"BLOCK_T": 16, "TILES": 4}, num_warps=1),
-        Launch({"BLOCK_T": 8, "TILES": 2}, num_warps=1),
-        Launch({"BLOCK_T": 32, "TILES": 2}, num_warps=4),
-        Launch({"BLOCK_T": 16, "TILES": 8}, num_warps=2),
-    ]
-    for name in (FORWARD, BACKWARD)
+    FORWARD: [_tiles(16, 1, 2), _tiles(32, 1, 4), _tiles(32, 4, 4, 3), _FORWARD],
+    BACKWARD: [_tiles(32, 4, 4, 3), _tiles(16, 8, 2, 3), _tiles(32, 4, 4, 2), _BACKWARD],
 }
+"""Configurations to time for each pinned one, an H200's first."""
 _EPS = tl.constexpr(COSINE_EPS)
 
 
@@ -87,6 +87,7 @@ def _forward_kernel(
     r, v, copy, gain, copy_bias, novelty_weight, gain_bias, mixed, tokens,
     r_row, r_head, r_token, v_row, v_head, v_token, copy_row, copy_head, copy_token, gain_row, gain_head, gain_token,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, TILES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """mixed of one head and some tokens."""
     row, head, first = _place(tokens, HEADS, BLOCK_T * TILES)
@@ -98,7 +99,7 @@ def _forward_kernel(
     copy_bias_ = tl.load(copy_bias + head)
     weight = tl.load(novelty_weight + head)
     gain_bias_ = tl.load(gain_bias + head)
-    for tile in range(TILES):
+    for tile in tl.range(TILES, num_stages=STAGES):
         token = first + tile * BLOCK_T + tl.arange(0, BLOCK_T)
         valid = token < tokens
         r_tile = _load(r, token, valid, r_token, WIDTH, BLOCK_D)
@@ -117,6 +118,7 @@ def _backward_kernel(
     r, v, copy, gain, copy_bias, novelty_weight, gain_bias, dmixed, dr, dv, dcopy, dgain, dparameters, tokens,
     r_row, r_head, r_token, v_row, v_head, v_token, copy_row, copy_head, copy_token, gain_row, gain_head, gain_token,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, TILES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """dr, dv [B, h, L, d], dcopy and dgain [B, h, L] of one head and some tokens, and their share of dparameters."""
     row, head, first = _place(tokens, HEADS, BLOCK_T * TILES)
@@ -136,7 +138,7 @@ def _backward_kernel(
     copy_sum = tl.zeros([BLOCK_T], tl.float32)
     weight_sum = tl.zeros([BLOCK_T], tl.float32)
     gain_sum = tl.zeros([BLOCK_T], tl.float32)
-    for tile in range(TILES):
+    for tile in tl.range(TILES, num_stages=STAGES):
         token = first + tile * BLOCK_T + tl.arange(0, BLOCK_T)
         valid = token < tokens
         r_tile = _load(r, token, valid, r_token, WIDTH, BLOCK_D)
@@ -249,8 +251,10 @@ def compile_cases() -> Iterator[CompileCase]:
     """Both kernels at the widths of ns-2b, in bf16."""
     dense = dict.fromkeys(("r", "v", "mixed", "dmixed", "dr", "dv"), "*bf16")
     logits = ("copy", "gain", "copy_bias", "novelty_weight", "gain_bias", "dcopy", "dgain", "dparameters")
-    types = {**dense, **dict.fromkeys(logits, "*fp32"), "tokens": "i32"}
-    types |= {f"{name}_{axis}": "i32" for name in ("r", "v", "copy", "gain") for axis in ("row", "head", "token")}
+    types: dict[str, str | int] = {**dense, **dict.fromkeys(logits, "*fp32"), "tokens": 4096}
+    for names, units in ((("r", "v"), 1), (("copy", "gain"), 80)):  # in units of WIDTH, and two logits a head and token
+        strides = {"row": 4096 * 40 * units, "head": 1, "token": 40 * units}
+        types |= {f"{name}_{axis}": stride for name in names for axis, stride in strides.items()}
     constants = {"HEADS": 40, "WIDTH": 64, "BLOCK_D": 64}
     for name, kernel in ((FORWARD, _forward_kernel), (BACKWARD, _backward_kernel)):
         arguments = {argument: kind for argument, kind in types.items() if argument in kernel.arg_names}

@@ -1,11 +1,12 @@
 """The dendritic scan in Triton: an autograd function with the contract of `dendritic_scan`.
 
-Forward. A program walks over the chunks of one head's row with the state in registers, so that v is read and y written
-once and the state moves only to be saved for the backward pass. Inside a chunk it is the masked product of
-`dendritic_scan`. Where rows and heads are too few to fill a card (less than 256 walks), a row is cut in segments: a
+Forward. (1) A program walks over the chunks of one head's row with the state in registers, and writes the state that
+enters each chunk. Where rows and heads are too few to fill a card (less than 256 walks), a row is cut in segments: a
 first launch walks to every segment's end from a zero state, and the walks proper begin with the decayed sum of the ends
-before theirs; v is then read twice. Sums of the decays within a chunk, which every kernel reads, come from one small
-launch before ([B, H, tokens], fp32, to the base 2).
+before theirs. (2) All chunks at once: a program takes one chunk and a block of its group's heads, makes the scores
+C_i . B_j once, and of each head y by the masked product of `dendritic_scan` and the state. The states are what the
+backward pass reads, and are saved for it as they are; without a backward pass they are given back. Sums of the decays
+within a chunk, which every kernel reads, come from one small launch before ([B, H, tokens], fp32, to the base 2).
 
 Backward. (1) A walk from the last chunk to the first writes the gradient of the state that leaves each chunk. (2) All
 chunks at once: a program takes one chunk and a block of its group's heads. Pairs of tokens inside the chunk and pairs
@@ -25,8 +26,10 @@ A state is carried in fp32 by S + S expm1(s_Q), saved and used in products in th
 atomics, no shape depends on data, and every order of summation follows from the shape and the pinned tiles alone.
 
 Bytes, for bf16 at 4 x 4096 tokens, 80 heads, P = N = 64 (v: 168 MB): the floor is 355 MB forward (v, y, and 20 of the
-rest) and 560 backward (v, dy, dv). Moved: forward 375, and 168 of saved states; backward 336 in (1), 840 in (2) and 160
-of parts and sums. Products: 43 GFLOP forward (32 as the model counts), 86 backward.
+rest) and 560 backward (v, dy, dv). Moved: forward 336 in (1) and 525 in (2); backward 336 in (1), 840 in (2) and 160 of
+parts and sums. Held from the forward to the backward pass: the states, 168 MB (2 N P bytes a head and chunk; one walk
+that also makes y moves less and is slower, for few programs then hide the latency of four products in a row).
+Products: 43 GFLOP forward (32 as the model counts), 86 backward.
 
 Tiles move by the tensor memory accelerator, which asks for 16-byte steps: widths that are not are padded with zeros.
 Heads of more compartments than a tile has are split, since compartments do not mix. Triton 3.4 to 3.7.0 goes wrong on
@@ -47,6 +50,7 @@ from neuronspark.kernels import dendritic_scan_triton_backward as backward_kerne
 from neuronspark.kernels import dendritic_scan_triton_forward as forward_kernels
 from neuronspark.kernels.dendritic_scan_triton_forward import (
     LARGEST_STATES,
+    TRITON_TYPES,
     Sizes,
     largest_compartments,
     tile,
@@ -68,7 +72,7 @@ class _Scan(torch.autograd.Function):
         sizes = Sizes(rows, tokens, heads, compartments, b.shape[3], b.shape[2], v.dtype)
         v, b, c, skip = *(_for_tiles(tensor) for tensor in (v, b, c)), skip.contiguous()
         logs, factors = forward_kernels.sum_decays(log_decay, factor, sizes)
-        y, states = forward_kernels.outputs(v, b, c, skip, logs, factors, sizes, save=save)
+        y, states = forward_kernels.outputs(v, b, c, skip, logs, factors, sizes)
         if save:
             ctx.sizes = sizes
             ctx.save_for_backward(v, log_decay, b, c, skip, logs, factors, states)
@@ -131,17 +135,17 @@ def compile_cases() -> Iterator[CompileCase]:
     """Every pinned kernel at the widths of the presets, in both classes of type."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         sizes = Sizes(4, 4096, 80, largest_compartments(dtype), 64, 1, dtype)
-        types = {
+        types: dict[str, str | int] = {
             **dict.fromkeys(_HEAD_TILES, f"tensordesc<{name}[1, 1, {sizes.chunk}, {tile(sizes.compartments)}]>"),
             **dict.fromkeys(_GROUP_TILES, f"tensordesc<{name}[1, 1, {sizes.chunk}, {tile(sizes.states)}]>"),
             **dict.fromkeys(
                 _STATE_TILES, f"tensordesc<{name}[1, 1, {tile(sizes.states)}, {tile(sizes.compartments)}]>"
             ),
             **dict.fromkeys(_POINTERS, "*fp32"),
-            **dict.fromkeys(_COUNTS, "i32"),
             "sums": f"*{name}",
         }
-        for kernel_name, kernel, constants in _kernels(sizes.blocks()):
+        for kernel_name, kernel, constants in _kernels(sizes):
+            types |= _counts(sizes, kernel_name)
             yield CompileCase(
                 f"dendritic_scan_{kernel_name}/{type_class(dtype)}",
                 kernel,
@@ -150,17 +154,18 @@ def compile_cases() -> Iterator[CompileCase]:
             )
 
 
-def _kernels(blocks: dict[str, int]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+def _kernels(sizes: Sizes) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """(name, kernel, compile-time arguments) of every kernel in every use."""
+    blocks = sizes.blocks()
     yield "decays", forward_kernels.sum_decays_kernel, blocks
     for reverse in (False, True):
         ends = {**blocks, "REVERSE": reverse, "TO_END": True, "entering": None}
         yield "states", forward_kernels.walk_states_kernel, ends
-    yield "states", forward_kernels.walk_states_kernel, {**blocks, "REVERSE": True, "TO_END": False}
-    yield "outputs", forward_kernels.outputs_kernel, {**blocks, "SAVE": False, "entering": None}
-    yield "outputs", forward_kernels.outputs_kernel, {**blocks, "SAVE": True}
+        yield "states", forward_kernels.walk_states_kernel, {**blocks, "REVERSE": reverse, "TO_END": False}
+    yield "outputs", forward_kernels.outputs_kernel, {key: blocks[key] for key in ("BLOCK_Q", "BLOCK_N", "BLOCK_P")}
     yield "gradients", backward_kernels.gradients_kernel, blocks
-    yield "decay_gradients", backward_kernels.decay_gradients_kernel, blocks
+    rounded = {"ROUNDED": TRITON_TYPES[sizes.dtype]}
+    yield "decay_gradients", backward_kernels.decay_gradients_kernel, {**blocks, **rounded}
     yield "part_sums", backward_kernels.part_sums_kernel, {}
 
 
@@ -175,13 +180,32 @@ _POINTERS = (
         "own_products",
         "row_sums",
         "row_sums_across",
+        "skip_products",
         "end_flow",
         "dlog_decay",
         "dfactor",
     ),
 )
-_COUNTS = (
-    *("tokens", "heads", "chunks", "segments", "segment_chunks", "group_heads", "groups", "head_block"),
-    *("part_size", "count", "size", "decay_row", "decay_token", "decay_head"),
-    *("factor_row", "factor_token", "factor_head"),
-)
+
+
+def _counts(sizes: Sizes, name: str) -> dict[str, int]:
+    """Every integer argument's value in a launch of the kernel `name`."""
+    group_heads = sizes.heads // sizes.groups
+    outputs_block = forward_kernels.block_heads(sizes, forward_kernels.OUTPUT_PROGRAMS_WANTED)
+    gradients_block = backward_kernels.gradient_head_block(sizes)
+    part_size = sizes.rows * sizes.tokens * sizes.groups * sizes.states
+    strides = {"row": sizes.tokens * sizes.heads, "token": sizes.heads, "head": 1}
+    return {
+        "tokens": sizes.tokens,
+        "heads": sizes.heads,
+        "chunks": sizes.chunks,
+        "segments": sizes.segments,
+        "segment_chunks": sizes.segment_chunks,
+        "groups": sizes.groups,
+        "group_heads": group_heads,
+        "head_block": outputs_block if name == "outputs" else gradients_block,
+        "part_size": part_size,
+        "size": 2 * part_size,
+        "count": 2 * -(-group_heads // gradients_block),
+        **{f"{tensor}_{step}": stride for tensor in ("decay", "factor") for step, stride in strides.items()},
+    }

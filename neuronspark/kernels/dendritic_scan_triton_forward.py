@@ -25,8 +25,12 @@ LARGEST_STATES = 128
 """The largest N that the kernels take."""
 WALKS_WANTED = 256
 """Rows are cut in segments until there are this many walks: about two a multiprocessor of a large card."""
+OUTPUT_PROGRAMS_WANTED = 2048
+"""A group's heads are split in blocks until there are this many programs: four waves of a large card."""
 SMALLEST_SEGMENT_CHUNKS = 8
 """A segment of a row has at least this many chunks."""
+TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+"""Triton's names of the types that the kernels take."""
 
 
 def chunk_tokens(dtype: torch.dtype) -> int:
@@ -96,6 +100,16 @@ class Sizes:
         }
 
 
+def block_heads(sizes: Sizes, programs: int, most: int | None = None) -> int:
+    """Heads of a group that one program takes, for about so many programs over all chunks: a rule of the shape alone.
+
+    A group is split in at most `most` blocks.
+    """
+    group_heads = sizes.heads // sizes.groups
+    blocks = -(-programs // (sizes.rows * sizes.chunks * sizes.groups))
+    return -(-group_heads // min(blocks, group_heads, most or group_heads))
+
+
 def tile(width: int) -> int:
     """The side of a tile that holds `width` channels: a power of two, at least what a product needs."""
     return max(16, triton.next_power_of_2(width))
@@ -105,13 +119,8 @@ CANDIDATES = {
     "dendritic_scan_states/16-bit": [Launch({}, 4, 3), Launch({}, 4, 2), Launch({}, 4, 1)],
     # The products' results become operands in the loop: one stage, until a card has shown that its compiler does
     # more stages right. 168 registers let three programs share a multiprocessor.
-    "dendritic_scan_outputs/16-bit": [
-        Launch({}, 4, 1),
-        Launch({"maxnreg": 168}, 4, 2),
-        Launch({"maxnreg": 168}, 4, 3),
-        Launch({}, 4, 2),
-        Launch({"maxnreg": 128}, 4, 1),
-    ],
+    # 128 registers let four programs share a multiprocessor.
+    "dendritic_scan_outputs/16-bit": [Launch({}, 4, 2, 128), Launch({}, 4, 3, 128), Launch({}, 4, 1, 128)],
 }
 """Launch configurations for Hopper, the pinned one first."""
 _PINNED = {
@@ -120,7 +129,7 @@ _PINNED = {
     # Blackwell's compiler does not pipeline a loop that stores tiles.
     "dendritic_scan_states/16-bit": {"sm_90": CANDIDATES["dendritic_scan_states/16-bit"][0], ANY: Launch({}, 4, 1)},
     "dendritic_scan_states/32-bit": {ANY: Launch({}, 8, 1)},
-    "dendritic_scan_outputs/16-bit": {ANY: CANDIDATES["dendritic_scan_outputs/16-bit"][0]},
+    "dendritic_scan_outputs/16-bit": {"sm_90": CANDIDATES["dendritic_scan_outputs/16-bit"][0], ANY: Launch({}, 4, 1)},
     "dendritic_scan_outputs/32-bit": {ANY: Launch({}, 8, 1)},
 }
 for _name, _launches in _PINNED.items():
@@ -294,57 +303,42 @@ def outputs_kernel(
     skip,
     logs,
     factors,
-    ends,
-    end_logs,
     heads,
     chunks,
-    segments,
-    segment_chunks,
     group_heads,
-    SAVE: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
+    head_block,
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """y over the chunks of one segment of one head's row, the state in registers; SAVE: writes it before each chunk."""
-    head = tl.program_id(0)
-    row = tl.program_id(2)
-    segment = tl.program_id(1)
-    first = segment * segment_chunks
-    count = tl.minimum(segment_chunks, chunks - first)
-    group = head // group_heads
+    """y of one chunk over a block of its group's heads, from the states that enter it."""
+    at_chunk = tl.program_id(0)
+    row = at_chunk // chunks
+    chunk = at_chunk % chunks
+    group = tl.program_id(2)
+    first = group * group_heads + tl.program_id(1) * head_block
+    count = tl.minimum(head_block, (group + 1) * group_heads - first)
+    token = chunk * BLOCK_Q
     q = tl.arange(0, BLOCK_Q)
-    row_head = row.to(tl.int64) * heads + head
-    logs += row_head * chunks * BLOCK_Q
-    factors += row_head * chunks * BLOCK_Q
-    ends += row_head * segments * (N * P)
-    end_logs += row_head * segments
-    skip_of_head = tl.load(skip + head).to(tl.float32)
-    S_NP = state_from_other_segments(ends, end_logs, segment, segments, False, N, P, BLOCK_N, BLOCK_P)
+    at_row = row.to(tl.int64) * heads * chunks * BLOCK_Q + token
+    b_QN = load_tile(b, row, group, token, BLOCK_Q, BLOCK_N)
+    c_QN = load_tile(c, row, group, token, BLOCK_Q, BLOCK_N)
+    scores_QQ = tl.dot(c_QN, tl.trans(b_QN), input_precision="ieee")
+    scores_QQ = tl.where(q[:, None] >= q[None, :], scores_QQ, 0.0)
     for index in range(count):
-        chunk = first + index
-        token = chunk * BLOCK_Q
-        # In this order, few tiles are in registers at a time.
-        s_Q = tl.load(logs + token + q)
-        f_Q = tl.load(factors + token + q)
-        total = tl.load(logs + token + BLOCK_Q - 1)
-        b_QN = load_tile(b, row, group, token, BLOCK_Q, BLOCK_N)
-        c_QN = load_tile(c, row, group, token, BLOCK_Q, BLOCK_N)
-        scores_QQ = tl.dot(c_QN, tl.trans(b_QN), input_precision="ieee")
-        log_QQ = tl.where(q[:, None] >= q[None, :], s_Q[:, None] - s_Q[None, :], -float("inf"))
-        mixing_QQ = (scores_QQ * (tl.exp2(log_QQ) * f_Q[None, :])).to(v.dtype)
+        head = first + index
+        at_head = at_row + head * chunks * BLOCK_Q
         v_QP = load_tile(v, row, head, token, BLOCK_Q, BLOCK_P)
-        weighted_QP = (v_QP * (f_Q * tl.exp2(total - s_Q))[:, None]).to(v.dtype)
-        state_NP = S_NP.to(v.dtype)
-        if SAVE:
-            store_tile(entering, row * chunks + chunk, head, 0, state_NP, BLOCK_N, BLOCK_P)
-        y_QP = tl.dot(c_QN, state_NP, input_precision="ieee") * tl.exp2(s_Q)[:, None]
+        S_NP = load_tile(entering, at_chunk, head, 0, BLOCK_N, BLOCK_P)
+        s_Q = tl.load(logs + at_head + q)
+        f_Q = tl.load(factors + at_head + q)
+        # A log above 0 is cut only where i < j, and there the scores are 0: no select in the loop.
+        decay_QQ = tl.exp2(tl.minimum(s_Q[:, None] - s_Q[None, :], 0.0))
+        mixing_QQ = (scores_QQ * (decay_QQ * f_Q[None, :])).to(v.dtype)
+        y_QP = tl.dot(c_QN, S_NP, input_precision="ieee") * tl.exp2(s_Q)[:, None]
         y_QP = tl.dot(mixing_QQ, v_QP, y_QP, input_precision="ieee")
-        store_tile(y, row, head, token, y_QP + v_QP * skip_of_head, BLOCK_Q, BLOCK_P)
-        S_NP += S_NP * expm1_of_log2(total)
-        S_NP = tl.dot(tl.trans(b_QN), weighted_QP, S_NP, input_precision="ieee")
+        y_QP += v_QP.to(tl.float32) * tl.load(skip + head).to(tl.float32)
+        store_tile(y, row, head, token, y_QP, BLOCK_Q, BLOCK_P)
 
 
 # --- on the host ---------------------------------------------------------------------------------------------
@@ -379,11 +373,6 @@ def by_head(tensor_BLHW: Tensor, sizes: Sizes) -> TensorDescriptor:
     strides = [tensor_BLHW.stride(dim) if tensor_BLHW.shape[dim] > 1 else width for dim in (0, 2, 1)]
     block = [1, 1, sizes.chunk, tile(width)]
     return TensorDescriptor(tensor_BLHW, [rows, heads, tokens, width], [*strides, 1], block)
-
-
-def new_states(tensor: Tensor, sizes: Sizes) -> Tensor:
-    """Room for a state a chunk and head in the dtype of `tensor`: [B c, H, N, P]."""
-    return tensor.new_empty(sizes.rows * sizes.chunks, sizes.heads, sizes.states, sizes.compartments)
 
 
 def by_state(states: Tensor) -> TensorDescriptor:
@@ -451,32 +440,33 @@ def _walk(
 
 
 def outputs(
-    v: Tensor, b: Tensor, c: Tensor, skip: Tensor, logs: Tensor, factors: Tensor, sizes: Sizes, *, save: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(y, the states that enter the chunks [B c, H, N, P] in the dtype of v, if they are to be saved)."""
+    v: Tensor, b: Tensor, c: Tensor, skip: Tensor, logs: Tensor, factors: Tensor, sizes: Sizes
+) -> tuple[Tensor, Tensor]:
+    """(y, the states that enter the chunks [B c, H, N, P] in the dtype of v)."""
     v_tiles, b_tiles, c_tiles = (by_head(tensor, sizes) for tensor in (v, b, c))
     ends, end_logs = segment_ends(b_tiles, v_tiles, logs, factors, sizes, reverse=False)
+    entering = v.new_empty(sizes.rows * sizes.chunks, sizes.heads, sizes.states, sizes.compartments)
+    _walk(b_tiles, v_tiles, logs, factors, ends, end_logs, by_state(entering), sizes, reverse=False)
     y = v.new_empty(v.shape)
-    entering = new_states(v, sizes) if save else None
+    head_block = block_heads(sizes, OUTPUT_PROGRAMS_WANTED)
+    group_heads = sizes.heads // sizes.groups
     chosen = launch.pinned(f"dendritic_scan_outputs/{type_class(sizes.dtype)}", v.device)
-    outputs_kernel[(sizes.heads, sizes.segments, sizes.rows)](
+    outputs_kernel[(sizes.rows * sizes.chunks, -(-group_heads // head_block), sizes.groups)](
         v_tiles,
         b_tiles,
         c_tiles,
         by_head(y, sizes),
-        None if entering is None else by_state(entering),
+        by_state(entering),
         skip,
         logs,
         factors,
-        ends,
-        end_logs,
         sizes.heads,
         sizes.chunks,
-        sizes.segments,
-        sizes.segment_chunks,
-        sizes.heads // sizes.groups,
-        SAVE=save,
-        **sizes.blocks(),
+        group_heads,
+        head_block,
+        BLOCK_Q=sizes.chunk,
+        BLOCK_N=tile(sizes.states),
+        BLOCK_P=tile(sizes.compartments),
         **chosen.options(),
     )
     return y, entering

@@ -160,10 +160,10 @@ def add_rows_triton(table_Vd: Tensor, tokens_T: Tensor, dy_Td: Tensor) -> None:
 
 def compile_cases() -> list[CompileCase]:
     """Both passes, for a bf16 gradient that goes into an fp32 table."""
-    scalars = dict.fromkeys(("tokens_T", "table_stride", "dy_stride"), "i32")
+    scalars = {"tokens_T": 16384, "table_stride": 2560, "dy_stride": 2560}
     pointers = {"table_ptr": "*fp32", "pieces_ptr": "*fp32", "sorted_ptr": "*i32"}
-    sums = {**pointers, "dy_ptr": "*bf16", "order_ptr": "*i64", **scalars}
-    combine = {**pointers, "tokens_T": "i32", "table_stride": "i32"}
+    sums: dict[str, str | int] = {**pointers, "dy_ptr": "*bf16", "order_ptr": "*i64", **scalars}
+    combine: dict[str, str | int] = {**pointers, "tokens_T": 16384, "table_stride": 2560}
     return [
         CompileCase(SUM_PIECES, _sum_pieces_kernel, sums, {"width": 2560}),
         CompileCase(COMBINE, _combine_kernel, combine, {"width": 2560}),

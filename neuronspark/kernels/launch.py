@@ -37,13 +37,21 @@ class Launch:
     """Warps of 32 threads a program."""
     num_stages: int = 1
     """Depth of the software pipeline of its loops."""
+    max_registers: int | None = None
+    """The most registers a thread may have; more programs share a multiprocessor, and what does not fit spills."""
+
+    def compiler_options(self) -> dict[str, int]:
+        """What the compiler is told beside the kernel's arguments."""
+        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
     def options(self) -> dict[str, int]:
         """Everything as keyword arguments of a launch."""
-        return {**self.blocks, "num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {**self.blocks, **self.compiler_options()}
 
 
 _registered: dict[str, dict[str, Launch]] = {}
+_spills: dict[tuple[str, str], int] = {}
 _in_use: dict[str, dict[str, Launch]] = {}
 
 
@@ -53,6 +61,16 @@ def register(name: str, launches: Mapping[str, Launch]) -> str:
         raise ValueError(f"{name}: no launch configuration for {ANY!r}")
     _registered[name] = dict(launches)
     return name
+
+
+def allow_spill(name: str, card: str, spilled_bytes: int) -> None:
+    """Say that a pinned configuration was measured fastest although a thread spills up to so many bytes on a card."""
+    _spills[name, card] = spilled_bytes
+
+
+def allowed_spill(name: str, card: str) -> int:
+    """Bytes that a thread of the pinned configuration may spill on a card: 0 but for what `allow_spill` says."""
+    return _spills.get((name, card), 0)
 
 
 def pinned(name: str, device: torch.device) -> Launch:
@@ -96,8 +114,9 @@ class CompileCase:
     """The registered name of its launch configurations."""
     kernel: Any
     """The function under triton.jit."""
-    types: Mapping[str, str]
-    """Every run-time argument's type as Triton writes it: "*bf16", "*fp32", "i32", "fp32", ..."""
+    types: Mapping[str, str | int]
+    """Every run-time argument's type as Triton writes it: "*bf16", "*fp32", "i32", "fp32", ...; or, for an integer,
+    its value in a launch: a 1 and multiples of 16 are compiled apart, unless the kernel says do_not_specialize."""
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Compile-time arguments beside the launch's blocks."""
 
@@ -126,17 +145,21 @@ def compile_case(case: CompileCase, card: str, launch: Launch | None = None) -> 
     launches = _registered[case.name]
     chosen = launch or launches.get(card) or launches[ANY]
     constants = {**case.constants, **chosen.blocks}
-    signature = {name: case.types.get(name, "constexpr") for name in case.kernel.arg_names}
-    attributes = {
-        (index,): [["tt.divisibility", 16]] for index, kind in enumerate(signature.values()) if kind[0] == "*"
-    }
+    signature, attributes = {}, {}
+    for index, name in enumerate(case.kernel.arg_names):
+        kind = case.types.get(name, "constexpr")
+        if not isinstance(kind, str) and case.kernel.params[index].do_not_specialize:
+            kind = "i32"
+        if kind == 1:
+            constants[name] = 1
+        if kind[0] == "*" if isinstance(kind, str) else kind % 16 == 0:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        signature[name] = kind if isinstance(kind, str) else "constexpr" if kind == 1 else "i32"
     source = ASTSource(
         case.kernel, signature, {name: constants[name] for name, t in signature.items() if t == "constexpr"}, attributes
     )
     compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", int(card.removeprefix("sm_")), 32),
-        options={"num_warps": chosen.num_warps, "num_stages": chosen.num_stages},
+        source, target=GPUTarget("cuda", int(card.removeprefix("sm_")), 32), options=chosen.compiler_options()
     )
     registers, spilled = _resource_usage(compiled.asm["cubin"])
     return Resources(registers, spilled, compiled.metadata.shared)

@@ -3,7 +3,8 @@
 A backward kernel over tokens runs as a fixed number of programs; each sums its own tokens and writes one row of a
 [Q, P, C] buffer (Q parameters, P programs, C channels). `sum_partials` adds the P rows: a program owns a few channels
 of one parameter and walks the rows, BLOCK_P at a time, in order. No atomics, so the bits depend on the inputs and the
-pinned configurations alone. The buffer is a few megabytes and lies in the L2 cache: 4 Q P C bytes, 2-3 us.
+pinned configurations alone. The buffer is a few megabytes and lies in the L2 cache, so that time is latency: a walk of
+few steps with many rows in flight, which where rows are many and channels few takes taller blocks.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,7 +18,23 @@ from torch import Tensor
 from neuronspark.kernels import launch
 from neuronspark.kernels.launch import ANY, CompileCase, Launch
 
-SUM = launch.register("sum_partials", {ANY: Launch({"BLOCK_P": 128, "BLOCK_C": 16}, num_warps=4)})
+MANY = 512
+"""More rows than this are summed in taller blocks."""
+SUM = launch.register("sum_partials", {ANY: Launch({"BLOCK_P": 512, "BLOCK_C": 8}, num_warps=4)})
+SUM_MANY = launch.register("sum_partials/many", {ANY: Launch({"BLOCK_P": 1024, "BLOCK_C": 8}, num_warps=8)})
+CANDIDATES = {
+    SUM: [
+        Launch({"BLOCK_P": 512, "BLOCK_C": 8}, num_warps=4),
+        Launch({"BLOCK_P": 256, "BLOCK_C": 8}, num_warps=2),
+        Launch({"BLOCK_P": 512, "BLOCK_C": 16}, num_warps=8),
+    ],
+    SUM_MANY: [
+        Launch({"BLOCK_P": 1024, "BLOCK_C": 8}, num_warps=8),
+        Launch({"BLOCK_P": 512, "BLOCK_C": 16}, num_warps=8),
+        Launch({"BLOCK_P": 1024, "BLOCK_C": 4}, num_warps=8),
+    ],
+}
+"""Configurations to time for each pinned one."""
 
 
 @triton.jit
@@ -38,13 +55,17 @@ def sum_partials(partials_QPC: Tensor) -> Tensor:
     """The sum over the programs: fp32 [Q, C] of a contiguous fp32 [Q, P, C]."""
     parameters, programs, channels = partials_QPC.shape
     sums_QC = torch.empty(parameters, channels, dtype=torch.float32, device=partials_QPC.device)
-    config = launch.pinned(SUM, partials_QPC.device)
+    config = launch.pinned(SUM_MANY if programs > MANY else SUM, partials_QPC.device)
     grid = (triton.cdiv(channels, config.blocks["BLOCK_C"]), parameters)
     _sum_partials_kernel[grid](partials_QPC, sums_QC, programs, channels, **config.options())
     return sums_QC
 
 
 def compile_cases() -> list[CompileCase]:
-    """The kernel as it is."""
-    types = {"partials_ptr": "*fp32", "sums_ptr": "*fp32", "programs_P": "i32", "channels_C": "i32"}
-    return [CompileCase(SUM, _sum_partials_kernel, types)]
+    """The kernel in both classes."""
+    types = {"partials_ptr": "*fp32", "sums_ptr": "*fp32"}
+    sizes = ((SUM, 264, 2560), (SUM_MANY, 660, 7040))
+    return [
+        CompileCase(name, _sum_partials_kernel, {**types, "programs_P": programs, "channels_C": channels})
+        for name, programs, channels in sizes
+    ]

@@ -317,10 +317,17 @@ def compile_cases() -> list[CompileCase]:
     ]
 
 
-def _scan_types(function: Any) -> dict[str, str]:
-    """fp32 tensors, then sizes and strides."""
-    tensors = ("step", "log_write", "local", "base_high", "base_low", "column", "row", "dstep")
-    return {name: "*fp32" if name in tensors else "i32" for name in function.arg_names if name.islower()}
+_COMPILED_SIZES = {"heads": 40, "tokens": 4096, "padded": 4096}
+
+
+def _scan_types(function: Any) -> dict[str, str | int]:
+    """fp32 tensors, then sizes, and the strides of logits [B, L, h] read as [B, h, L]."""
+    tensors = dict.fromkeys(("step", "log_write", "local", "base_high", "base_low", "column", "row", "dstep"), "*fp32")
+    strides = {
+        f"{tensor}_{axis}": n for tensor in ("step", "write") for axis, n in (("b", 163840), ("h", 1), ("t", 40))
+    }
+    types: dict[str, str | int] = {**tensors, **_COMPILED_SIZES, **strides}
+    return {name: types[name] for name in function.arg_names if name.islower()}
 
 
 def compile_case_of(
@@ -332,9 +339,11 @@ def compile_case_of(
     dense = "bf16" if dtype == torch.bfloat16 else "fp32"
     part_1 = constants["PART_1"] or constants["PART_0"]
     channels = {"0": constants["PART_0"], "1": part_1, "e": constants["VALUE_BLOCK"], "d": constants["VALUE_BLOCK"]}
-    types = dict.fromkeys(("local", "base_high", "base_low", "lse", "inner", "row_sum", "column_sum"), "*fp32")
+    types: dict[str, str | int] = dict.fromkeys(
+        ("local", "base_high", "base_low", "lse", "inner", "row_sum", "column_sum"), "*fp32"
+    )
     types |= dict.fromkeys(("read", "dquery", "dkey", "dvalue"), f"*{dense}")
-    types |= dict.fromkeys(("heads", "tokens", "padded"), "i32")
+    types |= _COMPILED_SIZES
     for tile in ("query_0", "query_1", "key_0", "key_1", "value", "dread"):
         tokens = blocks["BLOCK_QUERIES" if tile.startswith(("query", "dread")) else "BLOCK_KEYS"]
         types[tile] = f"tensordesc<{dense}[1, 1, {tokens}, {channels[tile[-1]]}]>"

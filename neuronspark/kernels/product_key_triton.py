@@ -299,14 +299,12 @@ def add_table_gradient(target_SV: Tensor, slots_Tn: Tensor, weights_Tn: Tensor, 
 def compile_cases() -> list[CompileCase]:
     """Every kernel with the types of training in bf16 and in fp32, at the largest blocks of keys and ranks in use."""
     blocks = {"BLOCK_KEYS": 512, "BLOCK_RANKS": 32}
-    chosen = {"slots": "*i32", "weights": "*fp32", "tokens": "i32"}
+    chosen: dict[str, str | int] = {"slots": "*i32", "weights": "*fp32", "tokens": 16384}
     walk = {"sorted_slots": "*i32", "carried": "*fp32", "target": "*fp32"}
-    run = {**walk, "sorted_tokens": "*i64", "sorted_weights": "*fp32", "pairs": "i32"}
+    run: dict[str, str | int] = {**walk, "sorted_tokens": "*i64", "sorted_weights": "*fp32", "pairs": 16384 * 32}
     read = {"slots": "*i32"}
     cases = [
-        CompileCase(
-            SELECT, _select, {**chosen, "scores": "*fp32", "heads": "i32", "keys": "i32", "top_k": "i32"}, blocks
-        ),
+        CompileCase(SELECT, _select, {**chosen, "scores": "*fp32", "heads": 1, "keys": 512, "top_k": 32}, blocks),
         CompileCase(TABLE_GRADIENT, _add_carried, {**walk, "run_ends": "*i64"}, {"WIDTH": 2560}),
     ]
     for heads, width, dtype in ((1, 2560, "*bf16"), (4, 2560, "*bf16"), (1, 2560, "*fp32"), (3, 200, "*fp32")):

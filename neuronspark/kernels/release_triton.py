@@ -317,8 +317,8 @@ def release_product_triton(
 
 def compile_cases() -> list[CompileCase]:
     """Both kernels with every kind of factor, at a feed-forward's width in bf16."""
-    types = dict.fromkeys(("u_ptr", "out_ptr", "dout_ptr", "du_ptr"), "*bf16")
-    types |= {"theta_ptr": "*fp32", "partials_ptr": "*fp32", "tokens_T": "i32"}
+    types: dict[str, str | int] = dict.fromkeys(("u_ptr", "out_ptr", "dout_ptr", "du_ptr"), "*bf16")
+    types |= {"theta_ptr": "*fp32", "partials_ptr": "*fp32", "tokens_T": 16384}
     plain = types | {"b_ptr": "*bf16", "db_ptr": "*bf16"}
     neuron = plain | {"theta_b_ptr": "*fp32"}
     channels = 7040

@@ -356,13 +356,13 @@ def compile_cases() -> Iterator[CompileCase]:
     """Every kernel at the trace width of ns-2b: from bf16 logits, and from fp32 log decays."""
     channels = 640
     for reverse in (False, True):
-        types = {"ends": "*fp32", "log_sums": "*fp32", "carries": "*fp32", "chunks": "i32"}
-        yield CompileCase(CARRY_CONFIGURATION, _carry_kernel, types, {"K": channels, "REVERSE": reverse})
+        carry: dict[str, str | int] = {"ends": "*fp32", "log_sums": "*fp32", "carries": "*fp32", "chunks": 64}
+        yield CompileCase(CARRY_CONFIGURATION, _carry_kernel, carry, {"K": channels, "REVERSE": reverse})
     for logit, kernel in itertools.product((True, False), _KERNELS):
         dense = "*bf16" if logit else "*fp32"
-        types = dict.fromkeys(("bias", "ends", "log_sums", "carries", "starts", "dbias"), "*fp32")
+        types: dict[str, str | int] = dict.fromkeys(("bias", "ends", "log_sums", "carries", "starts", "dbias"), "*fp32")
         types |= dict.fromkeys(("u", "decay", "c_out", "dc", "du", "ddecay"), dense)
-        types |= {"tokens": "i32", "chunks": "i32"}
+        types |= {"tokens": 4096, "chunks": 64}
         constants: dict[str, Any] = {"K": channels, "U_STRIDE": channels, "DECAY_STRIDE": channels, "LOGIT": logit}
         constants["DC_STRIDE"] = channels + 2560  # a part of the gradient of [x ; c]
         if not logit:

@@ -16,6 +16,9 @@ class ExitCode(enum.IntEnum):
     FAILED = 1
     BAD_CONFIGURATION = 2
     STOPPED = 3
+    NEEDS_OPERATOR = 4
+    GPU_TAKEN = 5
+    STUCK = 6
 
 
 class NstrainError(Exception):
@@ -34,8 +37,20 @@ class Exhausted(Refusal):
     """A source or a stratum has too little text for what the schedule asks of it."""
 
 
-class DiskFull(NstrainError):
+class NeedsOperator(NstrainError):
+    """Only a person can mend it: trying again would come to the same end, so nothing is started again by itself."""
+
+    exit_code = ExitCode.NEEDS_OPERATOR
+
+
+class DiskFull(NeedsOperator):
     """The file system has no room for what must be written next."""
+
+
+class GpuTaken(NstrainError):
+    """Another process is on the GPU, or holds its lease: to be tried again once it is free."""
+
+    exit_code = ExitCode.GPU_TAKEN
 
 
 class Interrupted(NstrainError):

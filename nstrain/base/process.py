@@ -72,3 +72,19 @@ def ran_at(pid: int, unix_s: float) -> bool:
         return False
     boot_s = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line[:5] == "btime")
     return boot_s + identity.start_ticks / os.sysconf("SC_CLK_TCK") <= unix_s + 2.0
+
+
+_STATES = {"R": "running", "S": "sleeping", "D": "in uninterruptible sleep", "T": "stopped", "Z": "zombie"}
+
+
+def state_of(pid: int) -> str:
+    """What the kernel says a process does, in words: its state, and where in the kernel it waits if that is told."""
+    fields = _stat_fields(pid)
+    if fields is None:
+        return "gone"
+    state = _STATES.get(fields[0], f"state {fields[0]}")
+    try:
+        where = Path(f"/proc/{pid}/wchan").read_text().strip()
+    except OSError:
+        return state
+    return state if where in ("", "0") else f"{state} in {where}"

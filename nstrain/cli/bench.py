@@ -33,15 +33,18 @@ def bench(
     device: Annotated[Literal["cuda", "cpu"], typer.Option(help="Where.")] = "cuda",
     threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 1,
     eager: Annotated[bool, typer.Option("--eager", help="Operator by operator on a GPU, instead of graphs.")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="Also keep a moving average of the weights.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Also time by kernel and the idle share.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Train a preset on random tokens and say how fast it is."""
     from nstrain.bench import BenchPlan
     from nstrain.bench import bench as run
+    from nstrain.gpu.borrowed import borrowed_gpu, gpu_on
 
-    plan = BenchPlan(model, seq_len, rows, accum, ac, updates, device, threads, eager=eager)
-    result = run(plan, profile, tell=lambda line: print(line, file=sys.stderr, flush=True))
+    plan = BenchPlan(model, seq_len, rows, accum, ac, updates, device, threads, eager=eager, ema=ema)
+    with borrowed_gpu(gpu_on(device)):
+        result = run(plan, profile, tell=lambda line: print(line, file=sys.stderr, flush=True))
     if as_json:
         print(json.dumps(dataclasses.asdict(result) | {"share": result.share}, indent=2))
         return

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from nstrain.base.errors import Refusal
+from nstrain.base.units import parse_tokens
 from nstrain.settings.host_file import host_is_set
 
 
@@ -35,6 +37,22 @@ def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     out = io.StringIO()
     Console(file=out, width=None if terminal else 110, force_terminal=terminal).print(drawn)
     return out.getvalue().rstrip("\n")
+
+
+def parse_recipe(shares: list[str] | None) -> dict[str, int] | None:
+    """--share NAME=SHARE ... as a recipe; None if there is none."""
+    recipe: dict[str, int] = {}
+    for pair in shares or ():
+        name, separator, number = pair.partition("=")
+        if not name or not separator or not number.isdecimal() or int(number) < 1 or name in recipe:
+            raise Refusal(f"--share: expected NAME=SHARE with a positive whole number, each name once, found {pair!r}")
+        recipe[name] = int(number)
+    return recipe or None
+
+
+def parse_token_option(text: str | None, name: str) -> int | None:
+    """An option's tokens; None if it was not given, or as 0. Raises `Refusal` for what is no whole number."""
+    return None if text is None or text == "0" else int(parse_tokens(text, name))
 
 
 class Bars:

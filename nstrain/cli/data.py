@@ -14,7 +14,7 @@ import typer
 
 from nstrain.base.errors import ExitCode, Refusal
 from nstrain.base.units import human_bytes, human_count, human_seconds, parse_tokens
-from nstrain.cli.common import Bars, progress_bars, resolve, table
+from nstrain.cli.common import Bars, parse_recipe, progress_bars, resolve, table
 from nstrain.data.recipes import DEFAULT as DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -143,21 +143,10 @@ def extend(
     from nstrain.data.extend import extend_line
 
     tokens = None if cycle_tokens is None else parse_tokens(cycle_tokens, "--cycle-tokens")
-    line = extend_line(resolve(work), cycles, tokens, _recipe(share))
+    line = extend_line(resolve(work), cycles, tokens, parse_recipe(share))
     piece = line.settings.schedule[-1]
     count = "open-ended" if piece.cycles is None else f"{piece.cycles} more cycles"
     print(f"schedule: {count} of {piece.cycle_tokens:,} tokens; {line.cycle_count or 'any number of'} cycles in all")
-
-
-def _recipe(shares: list[str] | None) -> dict[str, int] | None:
-    """--share NAME=SHARE ... as a recipe; None if there is none."""
-    recipe: dict[str, int] = {}
-    for pair in shares or ():
-        name, separator, number = pair.partition("=")
-        if not name or not separator or not number.isdecimal() or int(number) < 1 or name in recipe:
-            raise Refusal(f"--share: expected NAME=SHARE with a positive whole number, each name once, found {pair!r}")
-        recipe[name] = int(number)
-    return recipe or None
 
 
 @app.command("branch")
@@ -178,7 +167,7 @@ def branch(
 
     tokens = parse_tokens(cycle_tokens, "--cycle-tokens")
     line = branch_line(
-        resolve(work), resolve(trunk), at_cycle, tokens, cycles, _recipe(share), unit_tokens, segment_units
+        resolve(work), resolve(trunk), at_cycle, tokens, cycles, parse_recipe(share), unit_tokens, segment_units
     )
     piece = line.settings.schedule[0]
     count = cycles or "open-ended,"
@@ -323,9 +312,14 @@ def run_preparer_command(
     until: Annotated[
         int | None, typer.Option(min=1, help="Prepare through this cycle, whatever the consumers do, and exit.")
     ] = None,
+    foreground: Annotated[bool, typer.Option("--foreground", help="Keep it in this terminal.")] = False,
 ) -> None:
-    """Prepare cycles in the foreground until the schedule is done; Ctrl-C stops it, and it continues next time."""
+    """Prepare cycles, in the background, until the schedule is done; stopped, it continues the next time."""
     from nstrain.data.preparer import PreparerStatus, run_preparer
+
+    if not foreground:
+        _prepare_in_background(resolve(work), ahead, workers, until)
+        return
 
     told: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -345,6 +339,22 @@ def run_preparer_command(
 
         code = run_preparer(resolve(work), ahead, until, lambda: bool(told), show, workers=workers)
     raise typer.Exit(int(code))
+
+
+def _prepare_in_background(work: Path, ahead: int, workers: int | None, until: int | None) -> None:
+    from nstrain.cli.background import begin
+    from nstrain.data.line import DataLine
+
+    DataLine.open(work)
+    options = ["--ahead", str(ahead)]
+    options += [] if workers is None else ["--workers", str(workers)]
+    options += [] if until is None else ["--until", str(until)]
+    service = [sys.executable, "-m", "nstrain.cli.main", "data", "run-preparer", "--work", str(work), *options]
+    command = [sys.executable, "-m", "nstrain.data.preparer", str(work), *options]
+    output = work / "preparer.out"
+    pid = begin(f"nstrain-data-{work.name}", [*service, "--foreground"], command, output)
+    print(f"{work}: prepared in the background by process {pid}; what it does: {output}")
+    print(f"look: nstrain data status --work {work}; end: kill {pid}")
 
 
 @app.command("show")

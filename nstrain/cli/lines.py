@@ -1,4 +1,4 @@
-"""`nstrain new | check | run | status | stop | journal | plot | demo`: what a person does with a training line."""
+"""`nstrain new | check | run | status | lines | stop | journal | plot | demo`: what a person does with a line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from nstrain.base.errors import ExitCode, Refusal
 from nstrain.base.units import human_count, human_seconds, parse_tokens
-from nstrain.cli.common import resolve
+from nstrain.cli.common import parse_token_option, resolve
 
 Run = Annotated[str, typer.Argument(help="The training line's directory.", metavar="RUN")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
@@ -20,7 +20,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the program."""
-    for command in (new, check, run, status, stop, journal, plot, demo):
+    for command in (new, check, run, status, lines, stop, journal, plot, demo):
         app.command(command.__name__)(command)
 
 
@@ -44,6 +44,10 @@ def new(
     ] = None,
     decay_shape: Annotated[str, typer.Option(help="linear, cosine or sqrt.")] = "linear",
     final_lr: Annotated[float, typer.Option(help="Learning rate at the decay's end.")] = 0.0,
+    ema_horizon_tokens: Annotated[
+        str | None, typer.Option(help="Average the weights over so many tokens, beginning as far in (default: do not).")
+    ] = None,
+    ema_from_tokens: Annotated[str | None, typer.Option(help="Begin the average here instead.")] = None,
     weight_decay: Annotated[float, typer.Option(help="AdamW's decoupled weight decay.")] = 0.1,
     weight_decay_batch: Annotated[
         str | None, typer.Option(help="Tokens an update at which --weight-decay holds (default: at every batch).")
@@ -51,19 +55,26 @@ def new(
     clip_norm: Annotated[float, typer.Option(help="The gradient is clipped to this norm.")] = 1.0,
     validate_every: Annotated[int | None, typer.Option(help="Updates between validations.")] = None,
     validation_rows: Annotated[int | None, typer.Option(help="Held-out rows of a source.")] = None,
+    long_rows: Annotated[
+        int | None, typer.Option(help="Held-out rows of a source at the longest context that model and data allow.")
+    ] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Updates between rolling checkpoints.")] = None,
     checkpoint_minutes: Annotated[float | None, typer.Option(help="Minutes between rolling checkpoints.")] = None,
     keep_last: Annotated[int | None, typer.Option(help="Rolling checkpoints that stay.")] = None,
     print_every: Annotated[int, typer.Option(help="Updates between rows in run.log.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads (default: this machine's cores).")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda where there is one).")] = None,
 ) -> None:
     """Make a training line on a data line; its run.json shows every setting, and appears whole or not at all."""
     from nstrain.ops.new import new_line
 
     checkpoints = {"every_updates": checkpoint_every, "every_minutes": checkpoint_minutes, "keep_last": keep_last}
-    validation = {"every_updates": validate_every, "rows_per_source": validation_rows}
+    validation = {
+        "every_updates": validate_every,
+        "rows_per_source": validation_rows,
+        "long_rows_per_source": long_rows,
+    }
     settings = new_line(
         resolve(run),
         model,
@@ -73,14 +84,16 @@ def new(
         row_tokens=row_tokens,
         micro_rows=micro_rows,
         recompute=recompute,
-        warmup_tokens=_tokens(warmup_tokens, "--warmup-tokens"),
-        decay_tokens=_tokens(decay_tokens, "--decay-tokens"),
+        warmup_tokens=parse_token_option(warmup_tokens, "--warmup-tokens"),
+        decay_tokens=parse_token_option(decay_tokens, "--decay-tokens"),
         decay_shape=decay_shape,
         final_lr=final_lr,
+        ema_horizon_tokens=parse_token_option(ema_horizon_tokens, "--ema-horizon-tokens"),
+        ema_from_tokens=0 if ema_from_tokens == "0" else parse_token_option(ema_from_tokens, "--ema-from-tokens"),
         optimizer={
             "clip_norm": clip_norm,
             "weight_decay": weight_decay,
-            "weight_decay_batch": _tokens(weight_decay_batch, "--weight-decay-batch"),
+            "weight_decay_batch": parse_token_option(weight_decay_batch, "--weight-decay-batch"),
         },
         validation={name: value for name, value in validation.items() if value is not None},
         checkpoints={name: value for name, value in checkpoints.items() if value is not None},
@@ -93,15 +106,11 @@ def new(
     print(f"next: nstrain check {run}; nstrain run {run} --foreground")
 
 
-def _tokens(text: str | None, name: str) -> int | None:
-    return None if text is None or text == "0" else int(parse_tokens(text, name))
-
-
 def _batch(text: str | None) -> int | list[dict[str, int | None]] | None:
     """--tokens-per-update: a number, or a JSON list of pieces whose numbers may be written like 4.7e9."""
     name = "--tokens-per-update"
     if text is None or not text.lstrip().startswith("["):
-        return _tokens(text, name)
+        return parse_token_option(text, name)
     try:
         pieces: list[Any] = json.loads(text)
     except json.JSONDecodeError as error:
@@ -143,47 +152,95 @@ def run(
     run: Run,
     foreground: Annotated[bool, typer.Option("--foreground", help="Keep the supervisor in this terminal.")] = False,
 ) -> None:
-    """Train the line: trainer and preparer under one supervisor. Ctrl-C or `nstrain stop` saves and stops it."""
-    from nstrain.supervise.supervisor import run_foreground
+    """Train the line in the background, trainer and preparer under one supervisor; `nstrain stop` stops it."""
+    place = resolve(run)
+    if foreground:
+        from nstrain.supervise.supervisor import run_foreground
 
-    if not foreground:
-        raise Refusal("only `nstrain run RUN --foreground` exists in this version; the background form comes later")
-    raise typer.Exit(int(run_foreground(resolve(run))))
+        raise typer.Exit(int(run_foreground(place)))
+    from nstrain.cli.background import begin
+    from nstrain.line.paths import LinePaths
+
+    paths = LinePaths(place)
+    if not paths.run_json.exists():
+        raise Refusal(f"{place} is not a training line (no run.json); make one with `nstrain new`")
+    service = [sys.executable, "-m", "nstrain.cli.main", "run", str(place), "--foreground"]
+    command = [sys.executable, "-m", "nstrain.supervise", str(place)]
+    pid = begin(f"nstrain-{place.name}", service, command, paths.supervisor_out)
+    print(f"{place}: runs in the background as process {pid}")
+    print(f"look: nstrain status {run}; end: nstrain stop {run}")
 
 
-def status(run: Run, as_json: AsJson = False) -> None:
-    """Where the line stands: progress, loss, rate, data, checkpoints, and what it waits for."""
+def status(
+    run: Run,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep the page up to date until Ctrl-C.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Where the line stands: progress, loss and its trend, rate, data, disk, alarms, and what it waits for."""
     from nstrain.ops.status import status as read_status
 
-    found = read_status(resolve(run))
+    place = resolve(run)
+    found = read_status(place)
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
         return
     from rich.console import Console
 
-    from nstrain.ops.status_page import render
+    from nstrain.ops.status_page import render, watch_page
 
-    Console().print(render(found))
+    if watch:
+        watch_page(place, Console())
+    else:
+        Console().print(render(found))
+
+
+def lines(
+    root: Annotated[
+        str | None, typer.Argument(help="Look below this directory (default: host.json's work_root).", metavar="DIR")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Every training line below a directory: its state, progress and speed, and what it waits for."""
+    from nstrain.cli.common import table
+    from nstrain.ops.lines import find_lines, lines_root
+
+    found = find_lines(lines_root(root))
+    if as_json:
+        print(json.dumps([line.to_json() for line in found], indent=2))
+        return
+    heads = ("line", "model", "state", "update", "tokens", "loss", "tokens/s", "left", "what it waits for")
+    print(table(f"{len(found)} lines below {lines_root(root)}", heads, [line.row() for line in found]))
 
 
 def stop(
     run: Run,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the line's end.")] = 300.0,
+    at_cycle_end: Annotated[
+        int | None, typer.Option(min=1, help="Stop exactly at the end of this data cycle, not at the next update.")
+    ] = None,
+    wait: Annotated[
+        float | None, typer.Option(min=0, help="Seconds to wait for the line's end (default: 300; for a cycle's, 0).")
+    ] = None,
 ) -> None:
     """Save a checkpoint at the next update and stop; `nstrain run` goes on from there."""
     from nstrain.ops.stop import stop_line
 
     began = time.monotonic()
+    wait_s = (300.0 if at_cycle_end is None else 0.0) if wait is None else wait
     stopped = stop_line(
         resolve(run),
-        wait,
+        wait_s,
         lambda now: print(f"waiting: update {now.update}, {human_seconds(time.monotonic() - began)}", file=sys.stderr),
+        at_cycle_end,
     )
-    if not stopped.ended:
-        print(f"asked; the line still runs after {human_seconds(wait)}: it stops after its present update")
-        raise typer.Exit(int(ExitCode.FAILED))
     now = stopped.status
-    print(f"{now.state} at update {now.update}, {human_count(now.tokens)} tokens, checkpoint {now.checkpoint}")
+    if stopped.ended:
+        print(f"{now.state} at update {now.update}, {human_count(now.tokens)} tokens, checkpoint {now.checkpoint}")
+    elif at_cycle_end is None:
+        print(f"asked; the line still runs after {human_seconds(wait_s)}: it stops after its present update")
+        raise typer.Exit(int(ExitCode.FAILED))
+    else:
+        done = "" if now.cycle_progress is None else f", {100 * now.cycle_progress:.0f} % trained"
+        print(f"asked: it stops at the end of cycle {at_cycle_end}; it is in cycle {now.cycle or 1}{done}")
 
 
 def journal(

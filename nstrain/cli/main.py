@@ -14,11 +14,11 @@ import typer
 
 from nstrain import __version__
 from nstrain.base.errors import ExitCode, Interrupted, NstrainError
-from nstrain.cli import bench, data, lines, model, tune
+from nstrain.cli import bench, branches, checkpoints, data, lines, model, schema, tune
 
 app = typer.Typer(
     help="Pre-train NeuronSpark language models on streamed text: exactly resumable, unattended.",
-    epilog="Exit codes: 0 done, 1 failed, 2 bad configuration or input, 3 stopped on request.",
+    epilog="Exit codes: 0 done, 1 failed, 2 bad configuration or input, 3 stopped on request, 4 needs a person.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -26,6 +26,9 @@ app = typer.Typer(
 )
 app.add_typer(data.app, name="data")
 lines.register(app)
+branches.register(app)
+checkpoints.register(app)
+schema.register(app)
 model.register(app)
 bench.register(app)
 tune.register(app)

@@ -19,8 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nstrain.base.detach import say_ready
 from nstrain.base.disk import FileLock, atomic_write_json, read_json
-from nstrain.base.errors import DiskFull, ExitCode, NstrainError, Refusal
+from nstrain.base.errors import DiskFull, Exhausted, ExitCode, NstrainError, Refusal
+from nstrain.base.logs import FollowedLog, write_whole_lines
 from nstrain.data.consumers import read_consumers
 from nstrain.data.cycles import delete_consumed, discard_partial_cycles, prepare_cycle
 from nstrain.data.encode import Encoder
@@ -218,8 +220,12 @@ def run_preparer(
     on_status: Callable[[PreparerStatus], None] = lambda status: None,
     wait_s: float = 0.0,
     workers: int | None = None,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> ExitCode:
-    """Run a preparer under the line's lock. Raises `Refusal` if another one runs and does not end in `wait_s`."""
+    """Run a preparer under the line's lock; `on_ready` is called once it has that.
+
+    Raises `Refusal` if another one runs and does not end in `wait_s`.
+    """
     preparer = Preparer(work, ahead_cycles, until_cycle, stop, on_status, workers)
     lock = preparer_lock(work)
 
@@ -231,6 +237,7 @@ def run_preparer(
     except NstrainError as error:
         raise Refusal(str(error)) from None
     with lock:
+        on_ready()
         return preparer.run()
 
 
@@ -243,13 +250,17 @@ def read_status(work: Path) -> PreparerStatus | None:
 
 
 def main() -> int:
-    """`python -m nstrain.data.preparer WORK --ahead N --parent-fd FD`: the supervisor's child."""
+    """`python -m nstrain.data.preparer WORK --ahead N ...`: the supervisor's child, or one in the background."""
     parser = argparse.ArgumentParser(prog="nstrain.data.preparer")
     parser.add_argument("work", type=Path)
     parser.add_argument("--ahead", type=int, default=1)
-    parser.add_argument("--parent-fd", type=int, default=None)
+    parser.add_argument("--parent-fd", type=int, default=None, help="read end of a pipe that closes with the parent")
+    parser.add_argument("--ready-fd", type=int, default=None, help="write end of a pipe that is told when it has begun")
     parser.add_argument("--workers", type=int, default=None)
+    parser.add_argument("--until", type=int, default=None)
     arguments = parser.parse_args()
+    write_whole_lines()
+    FollowedLog.of_output().follow()
     told: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda n, _: told.append(n))
@@ -269,11 +280,22 @@ def main() -> int:
             print(line, flush=True)
 
     try:
-        code = run_preparer(arguments.work, arguments.ahead, None, stop, show, ORPHAN_WAIT_S, arguments.workers)
-        return int(code)
+        return int(
+            run_preparer(
+                arguments.work,
+                arguments.ahead,
+                arguments.until,
+                stop,
+                show,
+                ORPHAN_WAIT_S if arguments.ready_fd is None else 0.0,
+                arguments.workers,
+                lambda: say_ready(arguments.ready_fd),
+            )
+        )
     except NstrainError as error:
         print(f"preparer: {error}", file=sys.stderr, flush=True)
-        return int(error.exit_code)
+        # Whatever else fails may be mended by itself, and is tried again; a source that is used up stays so.
+        return int(ExitCode.NEEDS_OPERATOR if isinstance(error, Exhausted) else error.exit_code)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,11 @@ def lease_directory() -> Path:
     return next(open_to_all, LEASE_ROOTS[-1]) / LEASES
 
 
+def lease_key(uuid: str) -> str:
+    """The card's key: its UUID without the kind that NVML puts before it and torch does not."""
+    return uuid.removeprefix("GPU-").removeprefix("MIG-")
+
+
 def gpu_lease(uuid: str, directory: Path | None = None) -> FileLock:
     """The lease of a card, not taken yet: `with gpu_lease(uuid).acquire("GPU ...", wait_s):`.
 
@@ -38,7 +43,7 @@ def gpu_lease(uuid: str, directory: Path | None = None) -> FileLock:
     if not re.fullmatch(r"[0-9A-Za-z-]+", uuid):
         raise NstrainError(f"expected a GPU's UUID of letters, digits and hyphens, found {uuid!r}")
     directory = directory or lease_directory()
-    path = directory / f"{uuid}.lock"
+    path = directory / f"{lease_key(uuid)}.lock"
     try:
         # Not sticky: in a sticky directory the kernel may refuse to open a file of another user (fs.protected_regular).
         directory.mkdir(parents=True, exist_ok=True)

@@ -3,12 +3,14 @@
 A checkpoint is the directory `checkpoints/u<update>/`:
 
     weights.safetensors  exp_avg.safetensors  exp_avg_sq.safetensors     fp32 tensors by parameter name
-    state.json           position, optimizer counters, settings, versions (REQUIRED_STATE)
+    ema.safetensors                                                      the same, once the line keeps an average
+    state.json           position, optimizer counters, settings, versions (state_json.py)
     hashes.json          size and BLAKE2b-256 of every other file
 
-Writing. All of it is written and fsynced in `u<update>.partial`, hashes.json last; the directory is renamed to its own
-name and the parent fsynced; then the file `latest` is replaced atomically to hold that name. Killed at any instant, the
-line still has the checkpoint that `latest` named before, or it has the new one:
+Writing. One thread writes the tensors' files one after the other, while others hash them from the host copy, look for a
+NaN or an infinity, and sync what is written. It all happens in `u<update>.partial`, hashes.json last; the directory is
+renamed to its own name and the parent fsynced; then the file `latest` is replaced atomically to hold that name. Killed
+at any instant, the line still has the checkpoint that `latest` named before, or it has the new one:
 - before the rename there is only garbage with a name that nobody reads (`discard_partial_writes` removes it);
 - between the rename and `latest` there is a complete checkpoint that is not named yet. Going on from the older one
   gives the same bytes, so the line does, and comes to write the same update again;
@@ -20,8 +22,9 @@ written (it hashes itself) and every file it lists, and no other, is there with 
 `latest` names is not good, the next older good one is taken and said aloud. One with a higher number is never taken
 over the head of `latest`: it may belong to a continuation that was abandoned.
 
-Writing runs in a thread (`BackgroundWriter`) from a copy of the tensors in host memory. A failed write is not repeated
-here: the caller sees the error and decides. Tests kill the process at each step (area `checkpoint` of killpoints.py).
+Writing usually runs in a thread (background.py) from a copy of the tensors in host memory. A failed write is not
+repeated here: the caller sees the error and decides. Tests kill the process at each step (area `checkpoint` of
+killpoints.py).
 """
 
 from __future__ import annotations
@@ -31,10 +34,9 @@ import dataclasses
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nstrain.base.disk import (
     PARTIAL_SUFFIX,
@@ -43,49 +45,38 @@ from nstrain.base.disk import (
     disk_full_is_named,
     fsync_dir,
     read_json,
+    write_durable,
 )
 from nstrain.base.errors import DiskFull, Refusal
 from nstrain.base.killpoints import kill_point
 from nstrain.line.paths import REPLACED_SUFFIX, LinePaths, checkpoint_name, parse_checkpoint_name
+from nstrain.line.state_json import FORMAT, refuse_wrong_state, state_problem
 from nstrain.line.tensor_file import (
-    HashedFile,
     Tensors,
+    file_blocks,
     hash_file,
+    hash_finite,
+    hash_of,
     new_hash,
     read_tensors,
     refuse_unwritable,
     tensor_file_bytes,
-    write_tensors,
+    write_blocks,
 )
 
-FORMAT = 1
-"""Version of the checkpoint format that this code writes and reads."""
-
 TENSOR_FILES = ("weights", "exp_avg", "exp_avg_sq")
-"""The tensor files, without their ending: parameters, first and second moments of AdamW."""
+"""The tensor files of every checkpoint, without their ending: parameters, first and second moments of AdamW."""
 
-REASONS = ("start", "rolling", "cycle_end", "length_change", "end", "stop")
-"""Why a checkpoint was written."""
-
-REQUIRED_STATE = {
-    "format": int,
-    "update": int,
-    "tokens": int,
-    "generation": int,
-    "position": dict,
-    "optimizer": dict,
-    "reason": str,
-    "kept": bool,
-    "settings": dict,
-    "versions": dict,
-    "threads": int,
-    "id": str,
-}
-"""The fields of state.json and their types; docs/reference/checkpoint.md says what each means."""
+AVERAGE_FILE = "ema"
+"""One more in a line that keeps a moving average of its parameters, from the update on at which that begins."""
 
 _STATE = "state.json"
 _HASHES = "hashes.json"
-_FILES = (*(f"{stem}.safetensors" for stem in TENSOR_FILES), _STATE)
+_SETS_OF_FILES = tuple(
+    sorted((*(f"{stem}.safetensors" for stem in stems), _STATE))
+    for stems in (TENSOR_FILES, (*TENSOR_FILES, AVERAGE_FILE))
+)
+"""What hashes.json may list: the files of a checkpoint without the average, and with it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,29 +84,13 @@ class Checkpoint:
     """A line after an update."""
 
     state: dict[str, Any]
-    """state.json: JSON values, with every field of REQUIRED_STATE."""
+    """state.json: JSON values, with every field of state_json.py."""
     tensors: Mapping[str, Tensors]
-    """By file (TENSOR_FILES), then by parameter name."""
+    """By file (TENSOR_FILES, and AVERAGE_FILE if the average has begun), then by parameter name."""
 
 
 class DamagedCheckpoint(Refusal):
     """A checkpoint that is not as it was written; an older one may stand in for it."""
-
-
-def _state_problem(state: Any) -> str | None:
-    """What is wrong with the content of a state.json, if anything."""
-    if not isinstance(state, dict):
-        return f"expected an object, found {type(state).__name__}"
-    if state.get("format") != FORMAT:
-        return f"expected checkpoint format {FORMAT}, found {state.get('format')!r}"
-    for name, kind in REQUIRED_STATE.items():
-        if name not in state:
-            return f"field {name!r} is missing"
-        if not isinstance(state[name], kind) or (kind is int and isinstance(state[name], bool)):
-            return f"field {name!r}: expected {kind.__name__}, found {state[name]!r}"
-    if state["reason"] not in REASONS:
-        return f"field 'reason': expected one of {', '.join(REASONS)}, found {state['reason']!r}"
-    return None
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -123,25 +98,39 @@ def _state_problem(state: Any) -> str | None:
 
 def checkpoint_bytes(checkpoint: Checkpoint) -> int:
     """What a checkpoint takes on disk, in bytes (its files; a file system adds a little)."""
-    tensor_bytes = sum(tensor_file_bytes(checkpoint.tensors[stem]) for stem in TENSOR_FILES)
+    tensor_bytes = sum(tensor_file_bytes(tensors) for tensors in checkpoint.tensors.values())
     return tensor_bytes + len(_state_text(checkpoint.state)) + 1024  # hashes.json: under 1 KiB
 
 
 def write_checkpoint(paths: LinePaths, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint durably, then make `latest` name it. Returns its directory.
 
-    A checkpoint of the same update is replaced. Raises `ValueError` for content that is not a checkpoint's and
-    `DiskFull` (with the bytes needed and free) before or while writing; the line then still has what it had.
+    A checkpoint of the same update is replaced. Raises `ValueError` for content that is not a checkpoint's,
+    `NotFinite` for a tensor from which no line can go on, and `DiskFull` (with the bytes needed and free) before or
+    while writing; the line then still has what it had.
     """
-    if problem := _state_problem(checkpoint.state):
-        raise ValueError(f"state of a checkpoint: {problem}")
-    if sorted(checkpoint.tensors) != sorted(TENSOR_FILES):
-        raise ValueError(f"tensors of a checkpoint: expected {TENSOR_FILES}, found {tuple(checkpoint.tensors)}")
-    for stem in TENSOR_FILES:
-        refuse_unwritable(checkpoint.tensors[stem], stem)
-    target = paths.checkpoint(checkpoint.state["update"])
+    refuse_wrong_state(checkpoint.state)
+    if set(checkpoint.tensors) not in ({*TENSOR_FILES}, {*TENSOR_FILES, AVERAGE_FILE}):
+        raise ValueError(
+            f"tensors of a checkpoint: expected {TENSOR_FILES} (and {AVERAGE_FILE}), found {tuple(checkpoint.tensors)}"
+        )
+    for stem, tensors in checkpoint.tensors.items():
+        refuse_unwritable(tensors, stem)
+    return put_checkpoint(
+        paths,
+        checkpoint.state["update"],
+        checkpoint_bytes(checkpoint),
+        lambda directory: _write_files(directory, checkpoint),
+    )
+
+
+def put_checkpoint(paths: LinePaths, update: int, needed_bytes: int, write: Callable[[Path], None]) -> Path:
+    """Make a checkpoint of what `write(directory)` makes, durable, then make `latest` name it.
+
+    `write` gets the name of a directory to make. Raises `DiskFull` with the bytes needed and free.
+    """
+    target = paths.checkpoint(update)
     partial = target.with_name(target.name + PARTIAL_SUFFIX)
-    needed_bytes = checkpoint_bytes(checkpoint)
     try:
         with disk_full_is_named(target):
             paths.checkpoints.mkdir(exist_ok=True)
@@ -150,7 +139,7 @@ def write_checkpoint(paths: LinePaths, checkpoint: Checkpoint) -> Path:
                 kill_point("checkpoint:begin")
                 if partial.exists():
                     shutil.rmtree(partial)
-                _write_files(partial, checkpoint)
+                write(partial)
                 _put_in_place(partial, target)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -185,17 +174,30 @@ def _hashes_text(files: dict[str, Any]) -> bytes:
 def _write_files(directory: Path, checkpoint: Checkpoint) -> None:
     directory.mkdir()
     kill_point("checkpoint:directory made")
-    files = {}
-    for name in _FILES:
-        with HashedFile(directory / name) as file:
-            if name == _STATE:
-                file.write(_state_text(checkpoint.state))
-            else:
-                write_tensors(file, checkpoint.tensors[name.removesuffix(".safetensors")])
-        files[name] = {"bytes": file.size_bytes, "blake2b": file.hexdigest()}
-        kill_point("checkpoint:file durable")
-    with HashedFile(directory / _HASHES) as file:
-        file.write(_hashes_text(files))
+    stems = sorted(checkpoint.tensors)
+    files: dict[str, Any] = {}
+    with concurrent.futures.ThreadPoolExecutor(2 * len(stems), "checkpoint file") as pool:
+        hashes = {stem: pool.submit(hash_finite, checkpoint.tensors[stem], stem) for stem in stems}
+        closed = {}
+        for stem in stems:
+            file = write_blocks(directory / f"{stem}.safetensors", file_blocks(checkpoint.tensors[stem]))
+            closed[stem] = (file, pool.submit(file.close))
+            if hashes[stem].done():
+                hashes[stem].result()  # a tensor that is not finite ends the write early
+        for stem, (file, close) in closed.items():
+            close.result()
+            files[f"{stem}.safetensors"] = {"bytes": file.size_bytes, "blake2b": hashes[stem].result()}
+            kill_point("checkpoint:file durable")
+    seal_checkpoint(directory, checkpoint.state, files)
+
+
+def seal_checkpoint(directory: Path, state: dict[str, Any], files: dict[str, Any]) -> None:
+    """Write state.json and, with the size and hash of every tensor file in `files`, hashes.json; all durable."""
+    text = _state_text(state)
+    write_durable(directory / _STATE, text)
+    kill_point("checkpoint:file durable")
+    entry = {"bytes": len(text), "blake2b": hash_of([text])}
+    write_durable(directory / _HASHES, _hashes_text({**files, _STATE: entry}))
     kill_point("checkpoint:hashes durable")
     fsync_dir(directory)
     kill_point("checkpoint:directory durable")
@@ -246,31 +248,61 @@ def discard_partial_writes(paths: LinePaths) -> list[str]:
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Refuse a checkpoint of which any byte is not as it was written. Raises as `load_checkpoint` does."""
+    """Refuse a checkpoint of which any byte is not as it was written; every problem is in the message.
+
+    Raises as `load_checkpoint` does.
+    """
+    files = _listed_files(path)
+    problems = _misfits(path, files)
+    whole = [name for name in files if name not in problems]
+    with concurrent.futures.ThreadPoolExecutor(len(files)) as pool:
+        hashes = dict(zip(whole, pool.map(hash_file, (path / name for name in whole)), strict=True))
+    for name, found in hashes.items():
+        if found != files[name]["blake2b"]:
+            problems[name] = _other_hash(path / name, files[name]["blake2b"], found)
+    if problems:
+        raise DamagedCheckpoint("; ".join(problems[name] for name in sorted(problems)))
+
+
+def sized_files(path: Path) -> dict[str, Any]:
+    """What hashes.json says of each file of a checkpoint: exactly these are there, of these sizes.
+
+    Raises `DamagedCheckpoint` naming what is not so, and `Refusal` for a set of files that is another version's.
+    """
+    files = _listed_files(path)
+    if problems := _misfits(path, files):
+        raise DamagedCheckpoint("; ".join(problems.values()))
+    return files
+
+
+def _listed_files(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise DamagedCheckpoint(f"{path}: no such checkpoint")
-    files = _read_hashes(path / _HASHES)
-    found = sorted(entry.name for entry in path.iterdir())
-    expected = sorted((*_FILES, _HASHES))
-    for name in expected:
+    return _read_hashes(path / _HASHES)
+
+
+def _misfits(path: Path, files: Mapping[str, Any]) -> dict[str, str]:
+    """What is missing, too many or of another size, by name."""
+    found = {entry.name for entry in path.iterdir()}
+    problems = {}
+    for name in sorted(found | {*files}):
         if name not in found:
-            raise DamagedCheckpoint(f"{path / name}: missing from the checkpoint")
-    for name in found:
-        if name not in expected:
-            raise DamagedCheckpoint(f"{path / name}: not a file of a checkpoint; move it elsewhere")
-    for name in _FILES:
-        size_bytes = (path / name).stat().st_size
-        if size_bytes != files[name]["bytes"]:
-            raise DamagedCheckpoint(
-                f"{path / name}: damaged: expected {files[name]['bytes']:,} bytes, found {size_bytes:,}"
-            )
-    with concurrent.futures.ThreadPoolExecutor(max_workers=len(_FILES)) as pool:
-        hashes = dict(zip(_FILES, pool.map(hash_file, (path / name for name in _FILES)), strict=True))
-    for name in _FILES:
-        if hashes[name] != files[name]["blake2b"]:
-            raise DamagedCheckpoint(
-                f"{path / name}: damaged: expected blake2b {files[name]['blake2b']}, found {hashes[name]}"
-            )
+            problems[name] = f"{path / name}: missing from the checkpoint"
+        elif name not in {*files, _HASHES}:
+            problems[name] = f"{path / name}: not a file of this checkpoint; move it elsewhere"
+        elif name in files and (size_bytes := (path / name).stat().st_size) != files[name]["bytes"]:
+            expected = files[name]["bytes"]
+            problems[name] = f"{path / name}: damaged: expected {expected:,} bytes, found {size_bytes:,}"
+    return problems
+
+
+def _other_hash(path: Path, expected: str, found: str) -> str:
+    return f"{path}: damaged: expected blake2b {expected}, found {found}"
+
+
+def _refuse_other_hash(path: Path, expected: str, found: str) -> None:
+    if found != expected:
+        raise DamagedCheckpoint(_other_hash(path, expected, found))
 
 
 def _read_json(path: Path) -> Any:
@@ -291,10 +323,10 @@ def _read_hashes(path: Path) -> dict[str, Any]:
         ) from None
     if not intact:
         raise DamagedCheckpoint(f"{path}: damaged: its own hash does not fit its content")
-    if sorted(files) != sorted(_FILES):
+    if sorted(files) not in _SETS_OF_FILES:
         raise Refusal(
-            f"{path}: expected a checkpoint of {', '.join(_FILES)}, found one of {', '.join(sorted(files))}: "
-            "another version of nstrain wrote it"
+            f"{path}: expected a checkpoint of {', '.join(_SETS_OF_FILES[0])}, found one of "
+            f"{', '.join(sorted(files))}: another version of nstrain wrote it"
         )
     return dict(files)
 
@@ -307,7 +339,7 @@ def read_state(path: Path) -> dict[str, Any]:
             f"{path / _STATE}: expected checkpoint format {FORMAT}, found {state.get('format')!r}; "
             "go on with the version of nstrain that wrote it"
         )
-    if problem := _state_problem(state):
+    if problem := state_problem(state):
         raise DamagedCheckpoint(f"{path / _STATE}: {problem}")
     number = parse_checkpoint_name(path.name)
     if number is not None and number != state["update"]:
@@ -319,14 +351,30 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint, every byte verified, its tensors in memory of their own.
+    """A checkpoint, every byte verified as it is read, its tensors in memory of their own.
 
     Raises `DamagedCheckpoint` naming the file that is damaged, missing or too many, and `Refusal` for one in a format
     that this version does not know.
     """
-    verify_checkpoint(path)
+    files = sized_files(path)
+    _refuse_other_hash(path / _STATE, files[_STATE]["blake2b"], hash_file(path / _STATE))
     state = read_state(path)
-    return Checkpoint(state, {stem: read_tensors(path / f"{stem}.safetensors") for stem in TENSOR_FILES})
+    names = sorted(files.keys() - {_STATE})
+    with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
+        loaded = pool.map(lambda name: _load_tensors(path / name, files[name]["blake2b"]), names)
+        return Checkpoint(state, dict(zip((name.removesuffix(".safetensors") for name in names), loaded, strict=True)))
+
+
+def _load_tensors(path: Path, expected: str) -> Tensors:
+    digest = new_hash()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as hashing:  # one block, while the next one is read
+            tensors = read_tensors(path, lambda block: hashing.submit(digest.update, block))
+    except Refusal:
+        _refuse_other_hash(path, expected, hash_file(path))
+        raise
+    _refuse_other_hash(path, expected, digest.hexdigest())
+    return tensors
 
 
 def read_latest(paths: LinePaths) -> int | None:
@@ -349,6 +397,25 @@ def newest_good(paths: LinePaths, warn: Callable[[str], None] = _warn_on_stderr)
     listing what is wrong with each if there are checkpoints but none may be taken, or naming the first that is sound
     but in a format that this version does not know.
     """
+
+    def verified(path: Path) -> Path:
+        verify_checkpoint(path)
+        read_state(path)
+        return path
+
+    return _newest(paths, verified, warn)
+
+
+def load_newest_good(paths: LinePaths, warn: Callable[[str], None] = _warn_on_stderr) -> tuple[Path, Checkpoint] | None:
+    """`newest_good` and its content, every file read once."""
+    return _newest(paths, lambda path: (path, load_checkpoint(path)), warn)
+
+
+_Taken = TypeVar("_Taken")
+
+
+def _newest(paths: LinePaths, take: Callable[[Path], _Taken], warn: Callable[[str], None]) -> _Taken | None:
+    """What `take` gives for the first checkpoint, in the order of `newest_good`, that it does not find damaged."""
     updates = paths.checkpoint_updates()
     named = read_latest(paths)
     if not updates and not paths.latest.exists():
@@ -358,19 +425,18 @@ def newest_good(paths: LinePaths, warn: Callable[[str], None] = _warn_on_stderr)
         candidates = updates[::-1]
     else:
         candidates = [named, *(update for update in updates[::-1] if update < named)]
-    rejected = []
+    rejected: list[str] = []
     for update in candidates:
         path = paths.checkpoint(update)
         try:
-            verify_checkpoint(path)
-            read_state(path)
+            taken = take(path)
         except (DamagedCheckpoint, OSError) as error:
             warn(f"checkpoint passed over: {error}")
             rejected.append(str(error))
             continue
         if rejected:
             warn(f"{path}: the newest good checkpoint before those; the line goes on from here")
-        return path
+        return taken
     newer = [checkpoint_name(update) for update in updates if named is not None and update > named]
     raise Refusal(
         f"{paths.checkpoints}: no good checkpoint to go on from: {'; '.join(rejected) or 'there is none'}. "
@@ -391,54 +457,3 @@ def refuse_lost_checkpoints(paths: LinePaths, newest: Path | None, last_update: 
             f"{paths.journal}: records updates up to {last_update}, but {paths.checkpoints} holds no checkpoint. "
             "Put the checkpoints back; to begin anew, make a new line."
         )
-
-
-# ---- in the background -----------------------------------------------------------------------------------------------
-
-
-class BackgroundWriter:
-    """Writes checkpoints in a thread, one at a time.
-
-    The arrays of a submitted checkpoint belong to the writer until it is idle again: `wait` before changing them. An
-    error of the writer is raised as it is, once, by the next `poll`, `wait` or `submit`. The thread is not a daemon:
-    a program that ends in the ordinary way finishes the write.
-    """
-
-    def __init__(self, paths: LinePaths, on_committed: Callable[[Path, dict[str, Any]], None]) -> None:
-        """`on_committed(path, state)` runs in the thread after each write and before it counts as done."""
-        self._paths = paths
-        self._on_committed = on_committed
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether a write is under way."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def submit(self, checkpoint: Checkpoint) -> None:
-        """Begin to write a checkpoint, after waiting for the one before. Raises that one's error."""
-        self.wait()
-        self._thread = threading.Thread(target=self._write, args=(checkpoint,), name="checkpoint writer")
-        self._thread.start()
-
-    def poll(self) -> None:
-        """Raise the error of a write that failed, if there is one; never waits."""
-        if not self.busy:
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait until nothing is being written. Raises the writer's error."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _write(self, checkpoint: Checkpoint) -> None:
-        try:
-            path = write_checkpoint(self._paths, checkpoint)
-            self._on_committed(path, checkpoint.state)
-        except BaseException as error:
-            self._error = error

@@ -6,6 +6,8 @@ checkpoints/latest       the name of the one to go on from        heartbeat   wh
 set-aside/               checkpoints that a rollback took out      STOP        a request to stop
 journal.db               the record                    run.log           printed rows and events
 tune/                    trials, kernel table and log of `nstrain tune`
+branches.json            the branches that were made from this line
+supervisor.out           what a supervisor in the background printed: errors of its start
 """
 
 from __future__ import annotations
@@ -76,6 +78,11 @@ class LinePaths:
         return self.root / "supervisor.json"
 
     @property
+    def supervisor_out(self) -> Path:
+        """What a supervisor in the background printed."""
+        return self.root / "supervisor.out"
+
+    @property
     def heartbeat(self) -> Path:
         """What the trainer is doing; written by the trainer."""
         return self.root / "heartbeat"
@@ -89,6 +96,16 @@ class LinePaths:
     def tune(self) -> Path:
         """What `nstrain tune` measured (nstrain.tune.records)."""
         return self.root / "tune"
+
+    @property
+    def branches(self) -> Path:
+        """The branches made from this line (nstrain.line.branches)."""
+        return self.root / "branches.json"
+
+    @property
+    def branches_lock(self) -> Path:
+        """Held by whoever adds to them."""
+        return self.root / "locks" / "branches.lock"
 
     @property
     def supervisor_lock(self) -> Path:

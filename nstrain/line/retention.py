@@ -3,21 +3,27 @@
 After a commit there stay: the checkpoint that `latest` names; kept ones (a line's start, cycle ends, length changes,
 its end: the points that a branch or a later stage goes on from); the newest `keep_last` others. What has a higher
 number than `latest` belongs to an abandoned continuation and goes. A directory whose state cannot be read is not as
-this code wrote it: it takes no other's place, and stays until a person has looked at it.
+this code wrote it: it takes no other's place, and stays until a person has looked at it. What a rollback has set aside
+goes once the line has committed a checkpoint beyond all of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+import re
 import shutil
 from collections.abc import Iterable
+from pathlib import Path
 
-from nstrain.base.disk import PARTIAL_SUFFIX, fsync_dir
+from nstrain.base.disk import PARTIAL_SUFFIX, atomic_write, fsync_dir
 from nstrain.base.errors import Refusal
 from nstrain.base.killpoints import kill_point
 from nstrain.line.checkpoint import read_latest, read_state
-from nstrain.line.paths import LinePaths, checkpoint_name
+from nstrain.line.paths import LinePaths, checkpoint_name, parse_checkpoint_name
+
+_NUMBERED = re.compile(r"\.[0-9]+$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,26 +59,87 @@ def _kept(paths: LinePaths, update: int) -> bool | None:
 
 
 def apply_retention(paths: LinePaths, keep_last: int) -> list[str]:
-    """Remove what does not stay; returns the names removed.
+    """Remove what does not stay; returns the names removed."""
+    checkpoints = find_checkpoints(paths)
+    stay = keep(checkpoints, read_latest(paths), keep_last)
+    gone = [found.update for found in checkpoints if found.update not in stay]
+    remove_checkpoints(paths, gone)
+    return [checkpoint_name(update) for update in gone]
+
+
+def remove_checkpoints(paths: LinePaths, updates: Iterable[int]) -> None:
+    """Remove the checkpoints of some updates. Only for the holder of the trainer's lock.
 
     A directory loses its own name first, so that a kill in the middle never leaves half a checkpoint under a
     checkpoint's name.
     """
-    checkpoints = find_checkpoints(paths)
-    stay = keep(checkpoints, read_latest(paths), keep_last)
-    removed = []
-    for found in checkpoints:
-        if found.update in stay:
-            continue
-        name = checkpoint_name(found.update)
-        partial = paths.checkpoints / (name + PARTIAL_SUFFIX)
+    removed = False
+    for update in updates:
+        partial = paths.checkpoints / (checkpoint_name(update) + PARTIAL_SUFFIX)
         if partial.exists():
             shutil.rmtree(partial)
-        os.rename(paths.checkpoint(found.update), partial)
+        os.rename(paths.checkpoint(update), partial)
         kill_point("checkpoint:old one unnamed")
         shutil.rmtree(partial)
         kill_point("checkpoint:old one deleted")
-        removed.append(name)
+        removed = True
     if removed:
         fsync_dir(paths.checkpoints)
-    return removed
+
+
+# ---- set aside by a rollback -----------------------------------------------------------------------------------------
+
+
+def set_aside_later(paths: LinePaths, update: int) -> list[str]:
+    """Make `latest` name the checkpoint of an update, and move those after it to set-aside/; returns their names there.
+
+    Killed in between, the line goes on from that checkpoint already, and what was not moved goes at its next commit.
+    Only for the holder of the trainer's lock. Raises `Refusal` if there is no such checkpoint.
+    """
+    if not paths.checkpoint(update).is_dir():
+        raise Refusal(f"{paths.checkpoint(update)}: no such checkpoint")
+    atomic_write(paths.latest, checkpoint_name(update) + "\n")
+    kill_point("checkpoint:rolled back")
+    moved = []
+    for later in paths.checkpoint_updates():
+        if later > update:
+            paths.set_aside.mkdir(exist_ok=True)
+            place = _free_place(paths.set_aside / checkpoint_name(later))
+            os.rename(paths.checkpoint(later), place)
+            kill_point("checkpoint:set aside")
+            moved.append(place.name)
+    if moved:
+        fsync_dir(paths.set_aside)
+        fsync_dir(paths.checkpoints)
+    return moved
+
+
+def _free_place(place: Path) -> Path:
+    """`place`, or with a number after it if an earlier rollback has set aside one of the same update."""
+    candidates = (place.with_name(f"{place.name}.{number}") for number in itertools.count(2))
+    return next(free for free in itertools.chain([place], candidates) if not free.exists())
+
+
+def find_set_aside(paths: LinePaths) -> dict[str, int]:
+    """What rollbacks have set aside and not been removed yet, by directory, with its update.
+
+    A directory under a name of a person's own is not among them, and stays for ever.
+    """
+    if not paths.set_aside.is_dir():
+        return {}
+    names = sorted(entry.name for entry in paths.set_aside.iterdir() if entry.is_dir())
+    updates = {name: parse_checkpoint_name(_NUMBERED.sub("", name.removesuffix(PARTIAL_SUFFIX))) for name in names}
+    return {name: update for name, update in updates.items() if update is not None}
+
+
+def remove_set_aside(paths: LinePaths, committed: int) -> list[str]:
+    """Remove what rollbacks have set aside, if the line has committed a checkpoint beyond all of it."""
+    found = find_set_aside(paths)
+    if any(committed <= update for update in found.values()):
+        return []
+    for name in found:
+        shutil.rmtree(paths.set_aside / name)
+        kill_point("checkpoint:set-aside one deleted")
+    if paths.set_aside.is_dir() and not any(paths.set_aside.iterdir()):
+        paths.set_aside.rmdir()
+    return sorted(found)

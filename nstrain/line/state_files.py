@@ -58,6 +58,12 @@ class Heartbeat:
     """What a waiting trainer waits for, for people."""
     waiting_since: float | None = None
     """Since when (unix seconds)."""
+    budget_s: float | None = None
+    """Seconds within which the next beat must come; without it the trainer is taken to hang."""
+    gpu_others: str | None = None
+    """Other processes on the GPU when the trainer last looked, for people; None: nobody, or no GPU."""
+    slow_saving: str | None = None
+    """For how long and why the line stands still at every checkpoint, for people; None: it does not."""
 
 
 _HEARTBEAT_KINDS: dict[str, tuple[type, ...]] = {
@@ -96,28 +102,35 @@ def read_heartbeat(paths: LinePaths) -> Heartbeat | None:
 
 @dataclasses.dataclass(frozen=True)
 class StopRequest:
-    """Who asked the line to stop. Both are None for a STOP file made by hand (`touch STOP`), which counts as well."""
+    """Who asked the line to stop, and when. All are None for a STOP file made by hand (`touch STOP`): at once."""
 
     requested_at: float | None
     """Unix seconds."""
     by_pid: int | None
+    at_cycle_end: int | None = None
+    """The data cycle at whose end to stop; None: at the next update boundary."""
 
 
-def request_stop(paths: LinePaths) -> None:
-    """Ask the line to stop at its next update boundary; a request that stands already is left as it is."""
-    if paths.stop.exists():
+def request_stop(paths: LinePaths, at_cycle_end: int | None = None) -> None:
+    """Ask the line to stop at its next update boundary, or at the end of a data cycle.
+
+    A request to stop at once that stands already is left as it is; one for a cycle's end is replaced.
+    """
+    standing = read_stop(paths)
+    if standing is not None and standing.at_cycle_end is None:
         return
     pid = os.getpid()
     # Its own temporary name: two people may ask at the same moment.
     temporary = paths.stop.with_name(f"{paths.stop.name}.{pid}{PARTIAL_SUFFIX}")
-    write_durable(temporary, pretty_json({"requested_at": time.time(), "by_pid": pid}))
+    write_durable(temporary, pretty_json(dataclasses.asdict(StopRequest(time.time(), pid, at_cycle_end))))
     os.replace(temporary, paths.stop)
     fsync_dir(paths.root)
 
 
 def stop_requested(paths: LinePaths) -> bool:
-    """Whether the line is asked to stop (one look at the directory: cheap enough for every update)."""
-    return paths.stop.exists()
+    """Whether the line is asked to stop at once (mostly one look at the directory: cheap enough for every update)."""
+    request = read_stop(paths)
+    return request is not None and request.at_cycle_end is None
 
 
 def read_stop(paths: LinePaths) -> StopRequest | None:
@@ -128,7 +141,8 @@ def read_stop(paths: LinePaths) -> StopRequest | None:
         return None
     try:
         value = json.loads(text)
-        return StopRequest(float(value["requested_at"]), int(value["by_pid"]))
+        cycle = value["at_cycle_end"]
+        return StopRequest(float(value["requested_at"]), int(value["by_pid"]), None if cycle is None else int(cycle))
     except (ValueError, KeyError, TypeError):
         return StopRequest(None, None)
 
@@ -164,6 +178,20 @@ class SupervisorState:
     """What the supervisor itself waits for before it can launch the trainer, for people."""
     waiting_since: float | None = None
     """Since when (unix seconds)."""
+    failures: int = 0
+    """Launches in a row that failed without a checkpoint committed since (five end the line)."""
+    failures_total: int = 0
+    """Launches that failed since the supervisor started."""
+    last_failure: str | None = None
+    """What the last one of them died of, for people."""
+    crashes_beside_others: int = 0
+    """Crashes in a row while other processes were on the GPU; they do not count as failures."""
+    preparer_failures: int = 0
+    """Failures of the preparer in a row, without a cycle prepared since."""
+    last_event: str | None = None
+    """The last thing that happened, as in run.log."""
+    last_event_at: float | None = None
+    """When (unix seconds)."""
 
     def running(self) -> bool:
         """Whether that very process is alive."""
@@ -185,11 +213,12 @@ def read_supervisor(paths: LinePaths) -> SupervisorState | None:
         return None
     value: Any = read_json(paths.supervisor_json)
     try:
-        fields = {field.name: value[field.name] for field in dataclasses.fields(SupervisorState)}
+        names = {field.name for field in dataclasses.fields(SupervisorState)}
+        fields = {name: value[name] for name in value if name in names}  # one of an older version may lack some
         fields["supervisor"] = ProcessId.from_json(fields["supervisor"])
+        return SupervisorState(**fields)
     except (KeyError, TypeError, ValueError) as error:
         raise Refusal(
             f"{paths.supervisor_json}: expected a supervisor's state, found something else ({error!r}); "
             "remove the file if no `nstrain run` of this line is running"
         ) from None
-    return SupervisorState(**fields)

@@ -14,21 +14,21 @@ from pathlib import Path
 
 from nstrain.base.disk import sha256_file
 from nstrain.base.errors import NstrainError, Refusal
+from nstrain.base.host_memory import available_host_bytes
 from nstrain.base.units import human_bytes, human_count
 from nstrain.data.line import DataLine
 from nstrain.data.order import refuse_row_length
 from nstrain.data.sources import PinnedFile, resolve_inside
-from nstrain.data.val import ValidationRows, load_index
+from nstrain.data.val import load_index
 from nstrain.line.checkpoint import TENSOR_FILES, newest_good, read_latest, read_state, refuse_lost_checkpoints
+from nstrain.line.listing import forecast_of, list_checkpoints
 from nstrain.line.paths import LinePaths
-from nstrain.line.retention import find_checkpoints
 from nstrain.ops.consumer import refuse_shared_entry
 from nstrain.record.journal import Journal
 from nstrain.record.local_disk import refuse_network_file_system
-from nstrain.settings.run import METRICS_VERSION, RunSettings, load_run, refuse_changed_fields
-
-STATES_OF_A_PARAMETER = len(TENSOR_FILES)
-"""fp32 tensors that a checkpoint holds for each parameter: its value and two moments."""
+from nstrain.settings.changes import Changes, settle_changes
+from nstrain.settings.run import METRICS_VERSION, RunSettings, load_run
+from nstrain.train.schedule import learning_rate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +112,10 @@ class _Checks:
                 f"{self.paths.checkpoint(latest)}: belongs to line {state['id']!r}, run.json is of "
                 f"{self.settings.id!r}; put the line's own checkpoints back"
             )
-        refuse_changed_fields(state["settings"], self.settings, where)
-        return f"as trained up to update {latest}"
+        before, changes = Changes.from_state(state), settle_changes(state, self.settings, where)
+        meant = [change.describe() for change in changes.applied[len(before.applied) :]]
+        trained = f"as trained up to update {latest}"
+        return f"{trained}, but changed on purpose: {'; '.join(meant)}" if meant else trained
 
     def data_line(self) -> str:
         self.line = line = DataLine.open(Path(self.settings.data.work))
@@ -158,16 +160,49 @@ class _Checks:
             refuse_lost_checkpoints(self.paths, None, last)
         return "empty, on a local disk" if last is None else f"up to update {last}, on a local disk"
 
+    def rates(self) -> str:
+        """Refuses a new line on whose schedule nothing would be learnt; tells where rate and average lead."""
+        settings, begins = self.settings, 0
+        if (latest := read_latest(self.paths)) is not None:
+            begins = read_state(self.paths.checkpoint(latest))["tokens"]
+        end = self.line.total_tokens
+        edges = [piece.to_tokens for piece in settings.learning_rate if piece.to_tokens is not None]
+        edges += [piece.from_tokens + 1 for piece in settings.learning_rate]
+        ahead = [begins + 1, *(edge for edge in edges if edge > begins and (end is None or edge <= end)), end or 0]
+        rates = [learning_rate(settings.learning_rate, position) for position in ahead if position]
+        first = 0 if settings.branch is None else settings.branch.tokens
+        if begins == first and not any(rates):  # one that has trained may have come to the end of its decay
+            raise Refusal(
+                f"{self.paths.run_json}: field 'learning_rate': it is 0 from {begins:,} tokens to the schedule's end: "
+                "nothing would be learnt; give it another piece"
+            )
+        text = f"{rates[0]:.3g} next, {max(rates):.3g} at most"
+        text += "" if end is None else f", {rates[-1]:.3g} at the end ({human_count(end)} tokens)"
+        if settings.ema is None:
+            return text + "; no average of the weights"
+        average = settings.ema
+        if end is not None and average.from_tokens >= end:
+            text += f"; NO average: it would begin at {human_count(average.from_tokens)} tokens, beyond the schedule"
+            return text
+        return text + (
+            f"; an average of the weights over {human_count(average.horizon_tokens)} tokens from "
+            f"{human_count(average.from_tokens)} on"
+        )
+
     def tokenizer(self) -> str:
         encoder = self.line.encoder()
         return f"{encoder.vocabulary.size:,} tokens; control tokens in a text stay text"
 
     def held_out_rows(self) -> str:
-        counts = []
+        from nstrain.train.held_out import HeldOut
+
+        counts = {}
         for length in sorted({piece.row_tokens for piece in self.settings.rows}):
-            rows = ValidationRows.open(self.line, length, self.settings.validation.rows_per_source).rows
-            counts.append(f"{len(rows)} of {length:,} tokens")
-        return f"intact; rows: {', '.join(counts)}"
+            held_out = HeldOut.open(self.line, self.settings, length)
+            for rows in (held_out.losses, held_out.long):
+                if rows is not None:
+                    counts[rows.row_tokens] = len(rows.sources)
+        return "intact; rows: " + ", ".join(f"{count} of {length:,} tokens" for length, count in sorted(counts.items()))
 
     def sources(self) -> str:
         problems: list[str] = []
@@ -229,15 +264,29 @@ class _Checks:
         shapes = {place.name: tuple(place.parameter.shape) for place in parameter_places(model)}
         self.parameters = sum(place.parameter.numel() for place in parameter_places(model))
         if self.newest is not None:
-            for stem in TENSOR_FILES:
-                _refuse_other_shapes(shapes, self.newest / f"{stem}.safetensors")
+            for file in sorted(self.newest.glob("*.safetensors")):
+                _refuse_other_shapes(shapes, file)
         return f"{human_count(self.parameters)} parameters" + ("" if self.newest is None else ", as in the checkpoint")
 
     def device(self) -> str:
-        from nstrain.train.opening import refuse_missing_device
+        from nstrain.train.device import refuse_missing_device
 
         refuse_missing_device(self.settings)
         return self.settings.device
+
+    def host_memory(self) -> str:
+        """Whether checkpoints can be copied to the host while a GPU trains on; a CPU line's copy is ordinary memory."""
+        from nstrain.train.host_copy import host_copy_bytes, refusal_of_pinned
+
+        assert self.parameters is not None
+        needed_bytes = host_copy_bytes(self.parameters, _states(self.settings))
+        free_bytes = available_host_bytes()
+        if self.settings.device == "cpu":
+            return f"{human_bytes(needed_bytes)} for the copy of a checkpoint, {human_bytes(free_bytes)} free"
+        slow = refusal_of_pinned(needed_bytes)
+        if slow is not None:
+            return f"checkpoints will stop the line while they are written: {slow}"
+        return f"{human_bytes(needed_bytes)} are pinned for checkpoints, {human_bytes(free_bytes)} free"
 
     def disk(self) -> str:
         assert self.parameters is not None
@@ -259,43 +308,51 @@ def _refuse_other_shapes(shapes: dict[str, tuple[int, ...]], path: Path) -> None
 
 
 def _refuse_small_disk(paths: LinePaths, settings: RunSettings, line: DataLine, parameters: int) -> str:
-    """Compare what the line will take at most with what is free; an open-ended schedule counts its next cycle.
+    """Compare what the line takes next with what is free; say what it will take by the schedule's end.
 
-    Checkpoints: three fp32 tensors a parameter, for each rolling checkpoint that stays, each kept one still to come (a
-    cycle's end each, the start) and the one being written. Cycles: the one in use, those ahead and the one being made.
+    Checkpoints: those up to the next one that is kept (`disk_forecast`). Data: the cycle in use, those ahead and the
+    one being made.
     """
-    checkpoint_bytes = STATES_OF_A_PARAMETER * 4 * parameters
-    found = find_checkpoints(paths)
-    done = 0 if read_latest(paths) is None else _cycles_done(paths)
-    to_come = (done + 1 if line.cycle_count is None else line.cycle_count) - done
-    kept = max(0, to_come) + (0 if found else 1)
-    rolling = max(0, settings.checkpoints.keep_last - sum(1 for checkpoint in found if not checkpoint.kept))
-    run_bytes = (kept + rolling + 1) * checkpoint_bytes
-    next_cycle = done + 1 if line.cycle_count is None else min(done + 1, line.cycle_count)
-    cycles = min(settings.data.ahead_cycles + 2, max(0, to_come))
-    data_bytes = cycles * line.cycle_plan(next_cycle).tokens * line.token_dtype.itemsize
-    needs = [(paths.root, run_bytes, f"{kept + rolling + 1} checkpoints of {human_bytes(checkpoint_bytes)}")]
-    needs.append((line.work, data_bytes, f"{cycles} cycles"))
+    usage = shutil.disk_usage(paths.root)
+    one = _states(settings) * 4 * parameters
+    checkpoints = list_checkpoints(paths)
+    forecast = forecast_of(checkpoints, settings.checkpoints.keep_last, line.cycle_count, one, usage.free)
+    done = next((item.cycle - 1 for item in checkpoints if item.latest and item.cycle), 0)
+    left = settings.data.ahead_cycles + 2 if line.cycle_count is None else line.cycle_count - done
+    cycles = range(done + 1, done + 1 + min(settings.data.ahead_cycles + 2, left))
+    data_bytes = sum(
+        line.cycle_plan(number).tokens * line.token_dtype.itemsize for number in cycles if not line.is_ready(number)
+    )
+    needs = [
+        (paths.root, forecast.next_bytes, f"checkpoints of {human_bytes(forecast.checkpoint_bytes)}"),
+        (line.work, data_bytes, f"{len(cycles)} data cycles"),
+    ]
     if paths.root.stat().st_dev == line.work.stat().st_dev:
-        needs = [(paths.root, run_bytes + data_bytes, f"{needs[0][2]} and {cycles} cycles")]
+        needs = [(paths.root, forecast.next_bytes + data_bytes, f"{needs[0][2]} and {needs[1][2]}")]
     for place, needed_bytes, what in needs:
         free_bytes = shutil.disk_usage(place).free
         if free_bytes < needed_bytes:
             raise Refusal(
-                f"{place}: the line will take up to {human_bytes(needed_bytes)} more ({what}), "
+                f"{place}: the line will soon take {human_bytes(needed_bytes)} more ({what}), "
                 f"{human_bytes(free_bytes)} are free there; free space, or keep less "
                 "(checkpoints.keep_last, data.ahead_cycles in run.json)"
             )
-    return "; ".join(
-        f"{human_bytes(needed)} more at most ({what}), {human_bytes(shutil.disk_usage(place).free)} free"
-        for place, needed, what in needs
-    )
+    soon = "; ".join(f"{human_bytes(needed)} more soon ({what})" for _, needed, what in needs if needed)
+    if forecast.end_bytes is None:
+        end = f"each data cycle keeps another checkpoint: {forecast.cycles_that_fit:,} fit"
+    elif forecast.fits_end:
+        end = f"checkpoints up to the schedule's end: {human_bytes(forecast.end_bytes)}"
+    else:
+        end = (
+            f"the schedule's end does NOT fit: its checkpoints take {human_bytes(forecast.end_bytes)}, "
+            f"{forecast.cycles_that_fit:,} more cycles do (remove some with `nstrain checkpoints` on the way)"
+        )
+    return f"{soon or 'no more soon'}; {human_bytes(usage.free)} free; {end}"
 
 
-def _cycles_done(paths: LinePaths) -> int:
-    latest = read_latest(paths)
-    assert latest is not None
-    return int(read_state(paths.checkpoint(latest))["position"]["cycle"]) - 1
+def _states(settings: RunSettings) -> int:
+    """fp32 tensors that a checkpoint holds for each parameter: value, two moments, and the average if one is kept."""
+    return len(TENSOR_FILES) + (settings.ema is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,6 +371,7 @@ CHECKS = (
     _Check("consumer", _Checks.consumer, True, ("data line",)),
     _Check("held-out text", _Checks.held_out_index, True, ("data line",)),
     _Check("journal", _Checks.journal, True, ("run.json",)),
+    _Check("learning rate", _Checks.rates, True, ("settings", "data line")),
     _Check("tokenizer", _Checks.tokenizer, False, ("data line",)),
     _Check("held-out rows", _Checks.held_out_rows, False, ("held-out text", "row lengths")),
     _Check("sources", _Checks.sources, False, ("data line",)),
@@ -321,6 +379,7 @@ CHECKS = (
     _Check("resume", _Checks.resume, False, ("settings", "data line", "checkpoint")),
     _Check("model", _Checks.model, False, ("data line",)),
     _Check("device", _Checks.device, False, ("run.json",)),
+    _Check("host memory", _Checks.host_memory, False, ("model",)),
     _Check("disk", _Checks.disk, False, ("model",)),
 )
 """In the order in which they are shown; `needs` names checks before them."""

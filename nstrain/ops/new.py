@@ -69,12 +69,14 @@ def new_line(
     decay_tokens: int | None = None,
     decay_shape: str = "linear",
     final_lr: float = 0.0,
+    ema_horizon_tokens: int | None = None,
+    ema_from_tokens: int | None = None,
     optimizer: Mapping[str, Any] | None = None,
     validation: Mapping[str, Any] | None = None,
     checkpoints: Mapping[str, Any] | None = None,
     seed: int = 0,
     threads: int | None = None,
-    device: Literal["cpu", "cuda"] = "cpu",
+    device: Literal["cpu", "cuda"] | None = None,
     ahead_cycles: int = 1,
     print_every: int = 10,
     line_id: str | None = None,
@@ -83,8 +85,10 @@ def new_line(
 
     `row_tokens` defaults to the longest divisor of the unit up to 4096 that the model reads; `tokens_per_update` to a
     power of two of rows, 8 at least, that leaves 1000 updates, at most 2**20 tokens. `decay_tokens` is the
-    length of the rate's way down to `final_lr`, which ends with the schedule (None: the rate stays). `optimizer`,
-    `validation` and `checkpoints` hold fields of those parts of run.json; what they leave out has a default.
+    length of the rate's way down to `final_lr`, which ends with the schedule (None: the rate stays).
+    `ema_horizon_tokens` asks for a moving average of the weights, which begins at `ema_from_tokens`, or one horizon in.
+    `optimizer`, `validation` and `checkpoints` hold fields of those parts of run.json; what they leave out has a
+    default. `device` defaults to a CUDA device if this machine has one.
 
     Raises `Refusal` before anything is written: a directory that is not empty, no data line or one without held-out
     rows, lengths that do not fit each other, the unit or the model, a value out of range. Raises `DiskFull` or
@@ -112,7 +116,7 @@ def new_line(
             "model": {"preset": preset, "config": config},
             "seed": seed,
             "threads": len(os.sched_getaffinity(0)) if threads is None else threads,
-            "device": device,
+            "device": _default_device() if device is None else device,
             "tokens_per_update": tokens_per_update if isinstance(tokens_per_update, int) else ramp,
             "rows": [{"from_cycle": 1, "row_tokens": row_tokens}],
             "lengths": {
@@ -121,13 +125,12 @@ def new_line(
                     "recompute": recompute,
                 }
             },
-            "learning_rate": {
-                "peak": peak_lr,
-                "warmup_tokens": _default_warmup(planned_tokens, first_batch)
-                if warmup_tokens is None
-                else warmup_tokens,
-                "decay": _decay(line, decay_tokens, decay_shape, final_lr),
-            },
+            "learning_rate": _rates(
+                peak_lr,
+                _default_warmup(planned_tokens, first_batch) if warmup_tokens is None else warmup_tokens,
+                _decay(line, decay_tokens, decay_shape, peak_lr, final_lr),
+            ),
+            "ema": _average(ema_horizon_tokens, ema_from_tokens),
             "optimizer": {"clip_norm": 1.0, **(optimizer or {})},
             "validation": {
                 "every_updates": max(1, min(1000, planned_tokens // last_batch // VALIDATIONS)),
@@ -200,7 +203,38 @@ def _default_warmup(planned_tokens: int, batch_tokens: int) -> int:
     return max(1, min(WARMUP_UPDATES, updates)) * batch_tokens
 
 
-def _decay(line: DataLine, tokens: int | None, shape: str, final: float) -> dict[str, Any] | None:
+def _default_device() -> str:
+    from nstrain.train.device import has_cuda  # torch stands behind it
+
+    return "cuda" if has_cuda() else "cpu"
+
+
+def _rates(peak: float, warmup_tokens: int, decay: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The learning rate's pieces: warm-up, constant, decay; those that have no length are left out."""
+    if not peak > 0:
+        raise Refusal(f"the learning rate after warm-up must be greater than 0, found {peak:g}")
+    pieces: list[dict[str, Any]] = []
+    if warmup_tokens:
+        pieces.append({"from": 0, "to": warmup_tokens, "shape": "linear", "start": 0.0, "end": peak})
+    if decay is not None and decay["from"] < warmup_tokens:
+        raise Refusal(
+            f"the decay begins at {decay['from']:,} tokens, inside the warm-up of {warmup_tokens:,}; make one "
+            "of them shorter"
+        )
+    if decay is None or decay["from"] > warmup_tokens:
+        pieces.append({"from": warmup_tokens, "shape": "constant", "start": peak})
+    return pieces if decay is None else [*pieces, decay]
+
+
+def _average(horizon_tokens: int | None, from_tokens: int | None) -> dict[str, int] | None:
+    if horizon_tokens is None:
+        if from_tokens is not None:
+            raise Refusal("say over how many tokens the weights are averaged (ema_horizon_tokens), not only from where")
+        return None
+    return {"horizon_tokens": horizon_tokens, "from_tokens": horizon_tokens if from_tokens is None else from_tokens}
+
+
+def _decay(line: DataLine, tokens: int | None, shape: str, peak: float, final: float) -> dict[str, Any] | None:
     if tokens is None:
         return None
     if line.total_tokens is None:
@@ -212,11 +246,14 @@ def _decay(line: DataLine, tokens: int | None, shape: str, final: float) -> dict
         raise Refusal(
             f"a decay of {tokens:,} tokens does not fit the schedule of {line.total_tokens:,}; ask for 1 to as many"
         )
+    if final > peak:
+        raise Refusal(f"the rate cannot fall from {peak:g} to {final:g}; a decay ends at or below the peak")
     return {
-        "from_tokens": line.total_tokens - tokens,
-        "to_tokens": line.total_tokens,
+        "from": line.total_tokens - tokens,
+        "to": line.total_tokens,
         "shape": shape,
-        "final": final,
+        "start": peak,
+        "end": final,
     }
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +22,18 @@ from nstrain.base.disk import read_json
 from nstrain.base.errors import NstrainError, Refusal
 from nstrain.base.process import ran_at
 from nstrain.base.units import human_bytes
+from nstrain.line.branches import read_branches
+from nstrain.line.listing import ListedCheckpoint, forecast_of, list_checkpoints
 from nstrain.line.paths import LinePaths, parse_checkpoint_name
-from nstrain.line.state_files import Heartbeat, SupervisorState, read_heartbeat, read_supervisor, stop_requested
-from nstrain.record.journal import Journal, Row
+from nstrain.line.state_files import (
+    Heartbeat,
+    SupervisorState,
+    read_heartbeat,
+    read_stop,
+    read_supervisor,
+    stop_requested,
+)
+from nstrain.ops.status_record import DEFAULT_LOSS_JUMP, Record, read_record
 
 State = Literal["new", "running", "waiting", "stopped", "failed", "done"]
 """new (never run), running, waiting (for what `waiting_for` says), stopped, failed (see `reason`), done."""
@@ -33,12 +43,21 @@ State = Literal["new", "running", "waiting", "stopped", "failed", "done"]
 class DiskUse:
     """Bytes that a line takes, and that are left for it."""
 
-    checkpoints_bytes: int
+    kept_bytes: int
+    """Checkpoints that stay for ever."""
+    rolling_bytes: int
+    """The other checkpoints."""
+    set_aside_bytes: int
+    """Checkpoints that rollbacks have set aside."""
     journal_bytes: int
+    logs_bytes: int
+    """run.log and its older parts."""
     cycles_bytes: int
     """Prepared cycles of its data line (other lines may use them too)."""
     free_bytes: int
     """Free on the file system of the line."""
+    end_bytes: int | None
+    """What its checkpoints will take at most beyond now, up to the schedule's end; None: open-ended."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,17 +105,50 @@ class Status:
     preparer: str | None
     """What the preparer does now, for people; None if none runs."""
     checkpoints: tuple[str, ...]
-    """All that lie on disk."""
+    """All that lie on disk, but for those set aside."""
+    kept_checkpoints: int
+    """How many of them stay for ever."""
+    checkpoint_at: float | None
+    """When the newest was finished (unix seconds)."""
+    losses: tuple[float, ...]
+    """The course of the last updates' losses: means of equal stretches, oldest first."""
+    loss_trend: float | None
+    """By how much the mean loss of the last hundred updates is above that of the hundred before."""
     validation: dict[str, float | None]
-    """The last validation's readings by name; None for one that is not finite."""
+    """The last validation's losses by name (`nstrain journal` has all readings); None for one that is not finite."""
     validated_update: int | None
     """The update they belong to."""
+    validation_before: dict[str, float | None]
+    """The same of the regular validation before it."""
+    validated_before: int | None
+    """The update of that one."""
+    alarms: tuple[str, ...]
+    """What a person should look at."""
     differences: int
     """Replayed updates that differed from the row recorded before (0 is right)."""
     pid: int | None
     """The supervisor, while it lives."""
     trainer_pid: int | None
     preparer_pid: int | None
+    ahead_tokens: int | None
+    """Tokens that are prepared and not trained yet."""
+    ahead_s: float | None
+    """Seconds that they last at the present speed."""
+    stop_at_cycle_end: int | None
+    """The data cycle at whose end the line is asked to stop."""
+    gpu_others: str | None
+    """Other processes on the GPU."""
+    slow_saving: str | None
+    """For how long and why the line stands still at every checkpoint; None: it does not."""
+    failures: int
+    """Launches in a row that failed without progress."""
+    last_failure: str | None
+    branch_of: str | None
+    """The parent's directory, of a branch."""
+    branches: tuple[str, ...]
+    """Directories of the branches that were made from it."""
+    generation: int
+    """Of the last recorded update; 1 unless it was rolled back (0: its parent's)."""
     disk: DiskUse
 
     def to_json(self) -> dict[str, Any]:
@@ -113,12 +165,16 @@ def status(run: Path) -> Status:
     try:
         work = Path(settings["data"]["work"])
         preset, every = str(settings["model"]["preset"]), int(settings["validation"]["every_updates"])
+        keep_last = int(settings["checkpoints"]["keep_last"])
+        loss_jump = float(settings.get("guards", {}).get("loss_jump", DEFAULT_LOSS_JUMP))
+        branch_of = (settings.get("branch") or {}).get("from")
     except (KeyError, TypeError, ValueError) as error:
         raise Refusal(f"{paths.run_json}: field {error} is missing or wrong; `nstrain check {run}` says more") from None
     supervisor, beat = read_supervisor(paths), read_heartbeat(paths)
     trainer_alive = _trainer_alive(supervisor, beat)
-    record = _read_record(paths, every)
+    record = read_record(paths, every, loss_jump)
     checkpoint = _latest(paths)
+    checkpoints = list_checkpoints(paths)
     schedule = _read_schedule(work)
     preparer = _read_preparer(work)
     now = _Now(paths, supervisor, beat if trainer_alive else None, record, checkpoint, schedule, preparer)
@@ -128,6 +184,11 @@ def status(run: Path) -> Status:
     live = now.beat
     last = record.last or {}
     supervised = supervisor is not None and supervisor.running()
+    stop = read_stop(paths)
+    cycle = live.cycle if live and live.cycle is not None else _whole(last.get("cycle"))
+    ready = _ready_cycles(work)
+    ahead = None if schedule is None else schedule.ready_beyond(tokens, ready)
+    speed = record.tokens_per_s if live else None
     return Status(
         state=state,
         update=update,
@@ -135,7 +196,7 @@ def status(run: Path) -> Status:
         tokens_total=schedule.total_tokens if schedule is not None else beat.tokens_total if beat else None,
         loss=_finite(live.loss if live and live.loss is not None else last.get("train/loss")),
         tokens_per_s=live.tokens_per_s if live else None,
-        cycle=live.cycle if live and live.cycle is not None else _whole(last.get("cycle")),
+        cycle=cycle,
         checkpoint=checkpoint,
         eta_s=live.eta_s if live else None,
         waiting_for=waiting_for,
@@ -148,16 +209,33 @@ def status(run: Path) -> Status:
         learning_rate=_finite(live.learning_rate if live and live.learning_rate else last.get("train/learning_rate")),
         cycle_progress=live.cycle_progress if live else None,
         cycle_count=None if schedule is None else schedule.cycle_count,
-        cycles_ready=_ready_cycles(work),
+        cycles_ready=ready,
         preparer=None if preparer is None else preparer.describe(),
-        checkpoints=tuple(paths.checkpoint(number).name for number in paths.checkpoint_updates()),
+        checkpoints=tuple(item.name for item in checkpoints if not item.set_aside),
+        kept_checkpoints=sum(1 for item in checkpoints if not item.set_aside and item.kept is not False),
+        checkpoint_at=next((item.written_at for item in checkpoints if item.latest), None),
+        losses=record.losses,
+        loss_trend=_finite(record.loss_trend),
         validation={name: _finite(value) for name, value in record.validation.items()},
         validated_update=record.validated_update,
+        validation_before={name: _finite(value) for name, value in record.validation_before.items()},
+        validated_before=record.validated_before,
+        alarms=record.alarms,
         differences=record.differences,
         pid=supervisor.supervisor.pid if supervised and supervisor else None,
         trainer_pid=live.pid if live else supervisor.trainer_pid if supervised and supervisor else None,
         preparer_pid=None if preparer is None else preparer.pid,
-        disk=_disk_use(paths, work),
+        ahead_tokens=ahead,
+        ahead_s=None if ahead is None or not speed else ahead / speed,
+        stop_at_cycle_end=None if stop is None else stop.at_cycle_end,
+        gpu_others=live.gpu_others if live else None,
+        slow_saving=live.slow_saving if live else None,
+        failures=supervisor.failures if supervised and supervisor else 0,
+        last_failure=supervisor.last_failure if supervised and supervisor else None,
+        branch_of=branch_of,
+        branches=tuple(branch.run for branch in read_branches(paths)),
+        generation=int(last.get("generation", 1)),
+        disk=_disk_use(paths, work, checkpoints, keep_last, schedule),
     )
 
 
@@ -169,7 +247,7 @@ class _Now:
     supervisor: SupervisorState | None
     beat: Heartbeat | None
     """The heartbeat, if its writer lives."""
-    record: _Record
+    record: Record
     checkpoint: str | None
     schedule: _Schedule | None
     preparer: _Preparer | None
@@ -235,53 +313,50 @@ def _trainer_alive(supervisor: SupervisorState | None, beat: Heartbeat | None) -
 
 
 @dataclasses.dataclass(frozen=True)
-class _Record:
-    """What the journal holds of interest."""
-
-    last: Row | None
-    validation: dict[str, float]
-    validated_update: int | None
-    differences: int
-
-
-def _read_record(paths: LinePaths, validation_every: int) -> _Record:
-    """The last row, the last validation (searched as far back as one must be), and the differences."""
-    if not paths.journal.exists():
-        return _Record(None, {}, None, 0)
-    with Journal.open_for_reading(paths.journal) as journal, journal.snapshot():
-        last = journal.last_row()
-        validation: dict[str, float] = {}
-        validated_update = None
-        if last is not None:
-            update = int(last["update"])
-            for row in journal.rows(from_update=update - update % validation_every):
-                readings = {name: value for name, value in row.items() if name.startswith("val_")}
-                if readings:
-                    validation, validated_update = readings, int(row["update"])
-        return _Record(last, validation, validated_update, journal.differences())
-
-
-@dataclasses.dataclass(frozen=True)
 class _Schedule:
-    cycle_count: int | None
-    total_tokens: int | None
+    """The cycles of a data line."""
+
+    first_token: int
+    """The position at which cycle 1 begins: of a branch the fork's."""
+    pieces: tuple[tuple[int | None, int], ...]
+    """Cycles and tokens of a cycle, piece by piece; the last may have no end (None)."""
+
+    @property
+    def cycle_count(self) -> int | None:
+        return None if self.pieces[-1][0] is None else sum(cycles or 0 for cycles, _ in self.pieces)
+
+    @property
+    def total_tokens(self) -> int | None:
+        if self.pieces[-1][0] is None:
+            return None
+        return self.first_token + sum((cycles or 0) * tokens for cycles, tokens in self.pieces)
 
     def ends_at(self, tokens: int) -> bool:
         """Whether the schedule, as it is now, ends at this position."""
         return self.total_tokens is not None and tokens >= self.total_tokens
 
+    def ready_beyond(self, position: int, ready: tuple[int, ...]) -> int:
+        """Tokens of these cycles that lie beyond a position."""
+        return sum(max(0, end - max(position, first)) for first, end in map(self._extent, ready))
+
+    def _extent(self, cycle: int) -> tuple[int, int]:
+        first = self.first_token
+        for cycles, tokens in self.pieces:
+            if cycles is None or cycle <= cycles:
+                return first + (cycle - 1) * tokens, first + cycle * tokens
+            first, cycle = first + cycles * tokens, cycle - cycles
+        return first, first
+
 
 def _read_schedule(work: Path) -> _Schedule | None:
-    """The size of a data line's schedule; None if it cannot be read."""
+    """A data line's schedule; None if it cannot be read."""
     line = _read_plain(work / "line.json")
     try:
-        pieces = [(piece["cycles"], piece["cycle_tokens"]) for piece in line["schedule"]] if line else []
-        if not pieces:
+        pieces = tuple((piece["cycles"], int(piece["cycle_tokens"])) for piece in line["schedule"]) if line else ()
+        if not line or not pieces:
             return None
-        if pieces[-1][0] is None:
-            return _Schedule(None, None)
-        return _Schedule(sum(cycles for cycles, _ in pieces), sum(cycles * tokens for cycles, tokens in pieces))
-    except (KeyError, TypeError):
+        return _Schedule(int((line.get("fork") or {}).get("tokens", 0)), pieces)
+    except (KeyError, TypeError, ValueError):
         return None
 
 
@@ -341,13 +416,24 @@ def _latest(paths: LinePaths) -> str | None:
     return None if parse_checkpoint_name(name) is None else name
 
 
-def _disk_use(paths: LinePaths, work: Path) -> DiskUse:
-    journals = [path for path in paths.root.glob(f"{paths.journal.name}*") if path.is_file()]
+def _disk_use(
+    paths: LinePaths, work: Path, checkpoints: list[ListedCheckpoint], keep_last: int, schedule: _Schedule | None
+) -> DiskUse:
+    def bytes_of(files: Iterable[Path]) -> int:
+        return sum(path.stat().st_size for path in files if path.is_file())
+
+    free_bytes = shutil.disk_usage(paths.root).free
+    count = None if schedule is None else schedule.cycle_count
+    own = [item for item in checkpoints if not item.set_aside]
     return DiskUse(
-        checkpoints_bytes=_bytes_below(paths.checkpoints) + _bytes_below(paths.set_aside),
-        journal_bytes=sum(path.stat().st_size for path in journals),
+        kept_bytes=sum(item.bytes for item in own if item.kept is not False),
+        rolling_bytes=sum(item.bytes for item in own if item.kept is False),
+        set_aside_bytes=sum(item.bytes for item in checkpoints if item.set_aside),
+        journal_bytes=bytes_of(paths.root.glob(f"{paths.journal.name}*")),
+        logs_bytes=bytes_of(paths.root.glob(f"{paths.run_log.name}*")),
         cycles_bytes=_bytes_below(work / "cycles"),
-        free_bytes=shutil.disk_usage(paths.root).free,
+        free_bytes=free_bytes,
+        end_bytes=forecast_of(checkpoints, keep_last, count, 0, free_bytes).end_bytes if own else None,
     )
 
 

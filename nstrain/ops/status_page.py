@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from pathlib import Path
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from nstrain.base.errors import Interrupted
 from nstrain.base.units import human_bytes, human_count, human_seconds
-from nstrain.ops.status import State, Status
+from nstrain.ops.status import DiskUse, State, Status
+from nstrain.ops.status import status as read_status
+from nstrain.ops.status_record import TREND_UPDATES
+from nstrain.record.alarms import in_short
 
 STATE_STYLE: dict[State, str] = {
     "new": "cyan",
@@ -24,6 +31,11 @@ STATE_STYLE: dict[State, str] = {
 """The colour of each state."""
 
 BAR_COLUMNS = 40
+
+WATCH_S = 1.0
+"""How often a page that is watched is drawn."""
+
+BARS = "▁▂▃▄▅▆▇█"
 
 
 def render(status: Status) -> RenderableType:
@@ -64,28 +76,40 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
     if status.waiting_for:
         since = "" if status.waiting_since is None else f", for {human_seconds(time.time() - status.waiting_since)}"
         rows.append(("waiting for", Text(status.waiting_for + since, style="yellow")))
+    if status.stop_at_cycle_end is not None:
+        rows.append(("asked", Text(f"to stop at the end of cycle {status.stop_at_cycle_end}", style="yellow")))
+    if status.failures:
+        text = f"{status.failures} launches in a row failed: {status.last_failure}"
+        rows.append(("failures", Text(text, style="bold red")))
     if status.stage is not None:
-        rows.append(("stage", status.stage.replace("_", " ")))
+        beside = "" if status.gpu_others is None else f", beside {status.gpu_others}"
+        rows.append(("stage", status.stage.replace("_", " ") + beside))
     rows.append(("update", _training(status)))
-    if status.validation:
-        readings = [f"{name} {_loss(value)}" for name, value in _shown_validation(status)]
-        rows.append((f"valid. u{status.validated_update}", "  ".join(readings)))
+    if status.losses:
+        rows.append(("loss", _loss_curve(status)))
+    rows += _validation(status)
+    rows += [("alarm", Text(alarm, style="bold red")) for alarm in in_short(list(status.alarms))]
     rows.append(("data", _data(status)))
     rows.append(("checkpoints", _checkpoints(status)))
-    disk = status.disk
-    rows.append(
-        (
-            "disk",
-            f"checkpoints {human_bytes(disk.checkpoints_bytes)}, journal {human_bytes(disk.journal_bytes)}, "
-            f"data cycles {human_bytes(disk.cycles_bytes)}; {human_bytes(disk.free_bytes)} free",
-        )
-    )
+    if status.slow_saving is not None:
+        rows.append(("", Text(f"they stop the line, {status.slow_saving}", style="yellow")))
+    rows.append(("disk", _disk(status.disk)))
     if status.differences:
         text = (
             f"{status.differences} replayed updates differed from their first record; both versions are in the journal"
         )
         rows.append(("replays", Text(text, style="bold red")))
+    if status.generation > 1:
+        rows.append(("generation", f"{status.generation}: rolled back {_times(status.generation - 1)}"))
+    if status.branch_of is not None:
+        rows.append(("branch of", status.branch_of))
+    if status.branches:
+        rows.append(("branches", ", ".join(status.branches)))
     return rows
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def _training(status: Status) -> str:
@@ -100,13 +124,32 @@ def _training(status: Status) -> str:
     return "  ".join(parts)
 
 
-def _shown_validation(status: Status) -> list[tuple[str, float | None]]:
-    """The readings' short names: the length once, the mix and the mean first."""
-    first = {"mix": 0, "mean": 1}
-    names = sorted(status.validation, key=lambda name: (first.get(name.rpartition("/")[2], 2), name))
-    lengths = {name.partition("/")[0] for name in names}
-    short = {name: name.partition("/")[2] if len(lengths) == 1 else name for name in names}
-    return [(short[name], status.validation[name]) for name in names]
+def _loss_curve(status: Status) -> Text:
+    """The last losses as a row of bars, and where they go."""
+    low, high = min(status.losses), max(status.losses)
+    step = (high - low) / (len(BARS) - 1) or 1.0
+    text = Text("".join(BARS[round((loss - low) / step)] for loss in status.losses), style="cyan")
+    if status.loss_trend is not None:
+        text.append(f"  {status.loss_trend:+.4f} in the last {TREND_UPDATES} updates", style="")
+    return text
+
+
+def _validation(status: Status) -> list[tuple[str, RenderableType]]:
+    """A line for each row length and kind of weights: the mix and the mean first, then the sources."""
+    groups: dict[str, list[str]] = {}
+    for name in status.validation:
+        groups.setdefault(name.rpartition("/")[0], []).append(name)
+    rows: list[tuple[str, RenderableType]] = []
+    order = {"mix": 0, "mean": 1}
+    for group in sorted(groups, key=lambda group: (group.startswith("ema/"), len(group), group)):
+        names = sorted(groups[group], key=lambda name: (order.get(name.rpartition("/")[2], 2), name))
+        shown = "  ".join(f"{name.rpartition('/')[2]} {_loss(status.validation[name])}" for name in names)
+        before, now = status.validation_before.get(f"{group}/mix"), status.validation.get(f"{group}/mix")
+        if before is not None and now is not None:
+            shown += f"  (mix {now - before:+.4f} since u{status.validated_before})"
+        label = group.replace("val_", "").replace("ema/", "average, ")
+        rows.append((f"valid. u{status.validated_update}" if not rows else "", f"{label}: {shown}"))
+    return rows
 
 
 def _loss(value: float | None) -> str:
@@ -121,6 +164,9 @@ def _data(status: Status) -> str:
         parts.append(f"cycle {status.cycle}{count}{trained}")
     ahead = sum(1 for cycle in status.cycles_ready if status.cycle is None or cycle > status.cycle)
     parts.append(f"{ahead} ready ahead")
+    if status.ahead_tokens:
+        lasts = "" if status.ahead_s is None else f", {human_seconds(status.ahead_s)} at this speed"
+        parts.append(f"{human_count(status.ahead_tokens)} tokens prepared{lasts}")
     if status.preparer is not None:
         parts.append(f"preparer: {status.preparer}")
     return ", ".join(parts)
@@ -129,4 +175,28 @@ def _data(status: Status) -> str:
 def _checkpoints(status: Status) -> str:
     if status.checkpoint is None:
         return "none yet"
-    return f"{status.checkpoint} is the newest of {len(status.checkpoints)}"
+    age = "" if status.checkpoint_at is None else f", {human_seconds(max(0, time.time() - status.checkpoint_at))} old"
+    rolling = len(status.checkpoints) - status.kept_checkpoints
+    return f"{status.checkpoint} is the newest{age}; {status.kept_checkpoints} kept, {rolling} rolling"
+
+
+def _disk(disk: DiskUse) -> str:
+    kinds = {
+        "kept checkpoints": disk.kept_bytes,
+        "rolling": disk.rolling_bytes,
+        "set aside": disk.set_aside_bytes,
+        "journal": disk.journal_bytes,
+        "logs": disk.logs_bytes,
+        "data cycles": disk.cycles_bytes,
+    }
+    taken = ", ".join(f"{name} {human_bytes(size)}" for name, size in kinds.items() if size)
+    coming = "" if not disk.end_bytes else f", checkpoints will take up to {human_bytes(disk.end_bytes)} more"
+    return f"{taken or 'nothing yet'}; {human_bytes(disk.free_bytes)} free{coming}"
+
+
+def watch_page(run: Path, console: Console) -> None:
+    """Keep a line's page up to date on a console until the reader has seen enough (Ctrl-C)."""
+    with contextlib.suppress(Interrupted, KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(render(read_status(run)), refresh=True)
+            time.sleep(WATCH_S)

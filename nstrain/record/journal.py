@@ -4,9 +4,10 @@ An SQLite database in write-ahead-log mode with `synchronous=FULL`: a row whose 
 and a power cut. One writer (the trainer, which holds the line's lock), any number of readers, who see a consistent
 snapshot and hold nobody up.
 
-Rows are keyed by (generation, update). A line begins with generation and update of its first row; a rollback opens the
-next generation. In a generation the updates have no gap, and a new generation begins at an update that the ones before
-it reach. The *lineage* is the line as it stands: of each generation the rows before the first update of any later one.
+Rows are keyed by (generation, update). A line begins in generation 1; a rollback opens the next one, and says at which
+update it begins: one that the line had reached. The *lineage* is the line as it stands: of each generation the rows
+before the first update of any later one. It has no gap, so an update's generation follows from its number. The journal
+of a branch begins with its parent's lineage up to the fork, as generation 0.
 
 An update that is trained again after a restart is compared with its row (readings.py says what equal means). Equal:
 nothing is written. Different: the row stays, the other version goes to the table `replays` under a running number, and
@@ -22,7 +23,7 @@ import contextlib
 import hashlib
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -34,8 +35,14 @@ from nstrain.base.killpoints import kill_point
 from nstrain.record.local_disk import refuse_network_file_system
 from nstrain.record.readings import Readings, comparable, in_printing_order, names_of, pack, refuse_unrecordable, unpack
 
-FORMAT = 1
+FORMAT = 2
 """Version of the database's layout (SQLite's user_version)."""
+
+FIRST_GENERATION = 1
+"""The generation of a line that was never rolled back."""
+
+PARENTS_GENERATION = 0
+"""Of a branch: the generation of the rows that its parent trained."""
 
 Committed = Literal["new", "equal", "different"]
 """What a commit found: no row of this update yet, an equal one, or a different one."""
@@ -48,6 +55,7 @@ BUSY_TIMEOUT_S = 10.0
 
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
+CREATE TABLE generations (generation INTEGER PRIMARY KEY, first_update INTEGER NOT NULL);
 CREATE TABLE key_sets (id INTEGER PRIMARY KEY, names TEXT NOT NULL UNIQUE);
 CREATE TABLE rows (
     generation INTEGER NOT NULL, update_number INTEGER NOT NULL, key_set INTEGER NOT NULL REFERENCES key_sets (id),
@@ -58,7 +66,6 @@ CREATE TABLE replays (
 """
 
 _ROW = "generation, update_number, key_set, readings"
-_LAST = "FROM rows ORDER BY generation DESC, update_number DESC LIMIT 1"
 
 J = TypeVar("J", bound="JournalReader")
 
@@ -116,14 +123,16 @@ class JournalReader:
 
     def last_row(self) -> Row | None:
         """The lineage's last row; None for an empty journal."""
-        last = self._one(f"SELECT {_ROW} {_LAST}")
-        return None if last is None else self._row(last)
+        key = self._last_key()
+        if key is None:
+            return None
+        return self._row(self._one(f"SELECT {_ROW} FROM rows WHERE generation = ? AND update_number = ?", *key))
 
     def last_update(self, generation: int | None = None) -> int | None:
         """The last update of a generation, or of the lineage; None if there is no row."""
         if generation is None:
-            row = self.last_row()
-            return None if row is None else int(row["update"])
+            key = self._last_key()
+            return None if key is None else key[1]
         (last,) = self._one("SELECT max(update_number) FROM rows WHERE generation = ?", generation)
         return None if last is None else int(last)
 
@@ -156,9 +165,23 @@ class JournalReader:
             digest.update(f"{row[0]} {row[1]} {len(readings)}\n".encode() + readings)
         return digest.hexdigest()
 
+    def generation_at(self, update: int) -> int:
+        """The generation that an update of the line as it stands belongs to, recorded or not."""
+        query = "SELECT max(generation) FROM generations WHERE first_update <= ?"
+        return int(self._one(query, update)[0])
+
+    def _last_key(self) -> tuple[int, int] | None:
+        """Generation and update of the lineage's last row."""
+        for generation, until in reversed(self._lineage()):
+            query = "SELECT max(update_number) FROM rows WHERE generation = ? AND (? IS NULL OR update_number < ?)"
+            (last,) = self._one(query, generation, until, until)
+            if last is not None:
+                return generation, int(last)
+        return None
+
     def _lineage(self) -> list[tuple[int, int | None]]:
         """The generations in order, each with the first update that is no longer its own (None: all are)."""
-        starts = self._select("SELECT generation, min(update_number) FROM rows GROUP BY generation ORDER BY generation")
+        starts = self._select("SELECT generation, first_update FROM generations ORDER BY generation")
         parts: list[tuple[int, int | None]] = []
         until: int | None = None
         for generation, first in reversed(list(starts)):
@@ -166,6 +189,17 @@ class JournalReader:
                 parts.append((generation, until))
                 until = first
         return parts[::-1]
+
+    def stored_rows(self, until: int) -> Iterator[tuple[int, int, bytes]]:
+        """The lineage's rows up to an update as they lie in the file: update, number of the key set, readings."""
+        query = "SELECT update_number, key_set, readings FROM rows WHERE generation = ? AND update_number < ?"
+        for generation, end in self._lineage():
+            end = until + 1 if end is None else min(end, until + 1)
+            yield from self._select(f"{query} ORDER BY update_number", generation, end)
+
+    def key_set_names(self, number: int) -> str:
+        """The names of a key set, as the file has them."""
+        return self._key_set(number)
 
     def _row(self, row: tuple[int, int, int, bytes]) -> Row:
         generation, update, key_set, readings = row
@@ -213,7 +247,7 @@ class Journal(JournalReader):
         """
         refuse_network_file_system(path)
         if not path.exists():
-            _make(path, metrics_version)
+            _make(path, metrics_version, lambda db: _begin(db, FIRST_GENERATION, 0))
         with _errors_named(path, writing=True):
             connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
             connection.execute("PRAGMA synchronous = FULL")
@@ -247,19 +281,63 @@ class Journal(JournalReader):
     def _sqlite_errors_named(self) -> contextlib.AbstractContextManager[None]:
         return _errors_named(self.path, writing=True)
 
-    def commit(self, generation: int, update: int, readings: Readings) -> Committed:
-        """Record an update durably, or compare it with what was recorded of it before.
+    @staticmethod
+    def make_branch(path: Path, parent: JournalReader, fork_update: int) -> None:
+        """Make the journal of a branch: its parent's rows up to the fork as generation 0, then generation 1.
 
-        Raises `Refusal` for a reading that is no number, for an update that would leave a gap, and for an earlier
-        generation than the last; `DiskFull` if there is no room. The journal is then as it was.
+        Raises `Refusal` if the parent's journal does not reach the fork, or there is a journal already; `DiskFull` if
+        there is no room. The journal appears whole or not at all.
+        """
+        refuse_network_file_system(path)
+        if path.exists():
+            raise Refusal(f"{path}: exists already")
+        with parent.snapshot():
+            last = parent.last_update()
+            if last is None or last < fork_update:
+                raise Refusal(f"{parent.path}: its last update is {last}, the fork is after update {fork_update}")
+
+            def fill(db: sqlite3.Connection) -> None:
+                _begin(db, PARENTS_GENERATION, 0)
+                _begin(db, FIRST_GENERATION, fork_update + 1)
+                copied: dict[int, int] = {}
+                for update, key_set, readings in parent.stored_rows(fork_update):
+                    if key_set not in copied:
+                        copied[key_set] = _key_set_number(db, parent.key_set_names(key_set))
+                    row = (PARENTS_GENERATION, update, copied[key_set], readings)
+                    db.execute(f"INSERT INTO rows ({_ROW}) VALUES (?, ?, ?, ?)", row)
+
+            _make(path, parent.metrics_version, fill)
+
+    def begin_generation(self, first_update: int) -> int:
+        """Open the next generation: from `first_update` on the line is trained anew. Returns its number.
+
+        What was recorded from there on stays in the file, but is no longer the line's. Asked again before anything of
+        the new generation is recorded, it is the same one. Raises `Refusal` for an update beyond the next one.
+        """
+        with self._transaction():
+            newest, first = self._one("SELECT generation, first_update FROM generations ORDER BY generation DESC")
+            (begun,) = self._one("SELECT count(*) FROM rows WHERE generation = ?", newest)
+            if first == first_update and not begun and newest > FIRST_GENERATION:
+                return int(newest)
+            self._refuse_gap(first_update)
+            _begin(self._db, newest + 1, first_update)
+            kill_point("journal:before commit")
+        return int(newest) + 1
+
+    def commit(self, update: int, readings: Readings) -> Committed:
+        """Record an update of the line as it stands durably, or compare it with what was recorded of it before.
+
+        Raises `Refusal` for a reading that is no number, and for an update that would leave a gap; `DiskFull` if there
+        is no room. The journal is then as it was.
         """
         refuse_unrecordable(readings, f"{self.path}: update {update}")
         with self._transaction():
+            self._refuse_gap(update)
+            generation = self.generation_at(update)
             stored = self._one(
                 "SELECT key_set, readings FROM rows WHERE generation = ? AND update_number = ?", generation, update
             )
             if stored is None:
-                self._refuse_gap(generation, update)
                 self._insert("rows", generation, update, readings)
                 result: Committed = "new"
             elif comparable(unpack(self._key_set(stored[0]), stored[1])) == comparable(readings):
@@ -273,25 +351,17 @@ class Journal(JournalReader):
 
     def _insert(self, table: str, generation: int, update: int, readings: Readings) -> None:
         names, values = pack(readings)
-        self._db.execute("INSERT OR IGNORE INTO key_sets (names) VALUES (?)", (names,))
-        (key_set,) = self._one("SELECT id FROM key_sets WHERE names = ?", names)
+        key_set = _key_set_number(self._db, names)
         self._db.execute(f"INSERT INTO {table} ({_ROW}) VALUES (?, ?, ?, ?)", (generation, update, key_set, values))
 
-    def _refuse_gap(self, generation: int, update: int) -> None:
-        first = 0
-        newest, last = self._one(f"SELECT generation, update_number {_LAST}") or (generation, -1)
-        if generation == newest and last >= 0:
-            (first,) = self._one("SELECT min(update_number) FROM rows WHERE generation = ?", generation)
-        elif generation < newest:
+    def _refuse_gap(self, update: int) -> None:
+        last = self.last_update()
+        following = 0 if last is None else last + 1
+        if not 0 <= update <= following:
             raise Refusal(
-                f"{self.path}: generation {newest} has begun, so update {update} of generation {generation} is not the "
-                "line's any more. Go on from a checkpoint of the last generation."
-            )
-        if not first <= update <= last + 1:
-            raise Refusal(
-                f"{self.path}: the next update of generation {generation} must be one of {first} to {last + 1}, found "
-                f"{update}: rows were lost, or the checkpoint is not this line's. Put the journal back from a copy, or "
-                f"go on from a checkpoint of an update up to {last}."
+                f"{self.path}: the next update must be one of 0 to {following}, found {update}: rows were lost, or the "
+                "checkpoint is not this line's. Put the journal back from a copy, or go on from a checkpoint of an "
+                f"update up to {last or 0}."
             )
 
     @contextlib.contextmanager
@@ -318,8 +388,19 @@ def _connect_to_read(path: Path, uri: str) -> sqlite3.Connection:
         return sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
 
 
-def _make(path: Path, metrics_version: int) -> None:
-    """Make an empty journal under a temporary name, and give it its own when it is whole."""
+def _begin(db: sqlite3.Connection, generation: int, first_update: int) -> None:
+    db.execute("INSERT INTO generations VALUES (?, ?)", (generation, first_update))
+
+
+def _key_set_number(db: sqlite3.Connection, names: str) -> int:
+    """The number of a set of names, which is added if it is new."""
+    db.execute("INSERT OR IGNORE INTO key_sets (names) VALUES (?)", (names,))
+    (number,) = db.execute("SELECT id FROM key_sets WHERE names = ?", (names,)).fetchone()
+    return int(number)
+
+
+def _make(path: Path, metrics_version: int, fill: Callable[[sqlite3.Connection], None]) -> None:
+    """Make a journal under a temporary name, `fill` it, and give it its own name when it is whole."""
     log = _log_of(path)
     if log.exists():  # SQLite would play it into the new file.
         raise Refusal(f"{path}: missing, but its log {log} is there. Put the journal back, or move the log away.")
@@ -331,7 +412,10 @@ def _make(path: Path, metrics_version: int) -> None:
         contextlib.closing(sqlite3.connect(temporary, isolation_level=None)) as db,
     ):
         db.executescript(_SCHEMA)
+        db.execute("BEGIN")
         db.execute("INSERT INTO meta VALUES ('metrics_version', ?)", (metrics_version,))
+        fill(db)
+        db.execute("COMMIT")
         db.execute(f"PRAGMA user_version = {FORMAT}")
         db.execute("PRAGMA journal_mode = WAL")
     kill_point("journal:made")

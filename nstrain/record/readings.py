@@ -10,6 +10,7 @@ Names under `time/` and `perf/` depend on the clock and the machine and take no 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import numbers
@@ -65,14 +66,20 @@ def pack(readings: Readings) -> tuple[str, bytes]:
 
 def unpack(key_set: str, values: bytes) -> dict[str, float]:
     """What `pack` packed, names in alphabetical order."""
-    kinds = json.loads(key_set)
+    kinds = _kinds_of(key_set)
     numbers_ = struct.unpack(f"<{len(kinds)}d", values)
     return {name: int(value) if kind == "i" else value for (name, kind), value in zip(kinds, numbers_, strict=True)}
 
 
 def names_of(key_set: str) -> list[str]:
     """The names of a key set."""
-    return [name for name, _ in json.loads(key_set)]
+    return [name for name, _ in _kinds_of(key_set)]
+
+
+@functools.lru_cache(maxsize=64)
+def _kinds_of(key_set: str) -> list[tuple[str, str]]:
+    """A key set's names and kinds; a journal has few sets, and thousands of rows of each."""
+    return [(name, kind) for name, kind in json.loads(key_set)]
 
 
 def comparable(readings: Readings) -> bytes:

@@ -37,6 +37,11 @@ class HostSettings(Settings):
     """The tokenizer.json that `data init` uses when none is named."""
     calibration_from: str | None = None
     """state.json of a data line whose calibration `data init` takes over for the sources that both have."""
+    notify: str | None = None
+    """A program that is given one event as JSON on its standard input (docs/reference/notices.md)."""
+    gpu_reader: tuple[str, ...] | None = None
+    """The command that prints what is on this machine's GPUs as JSON (default: nstrain's own, by NVML; see
+    nstrain/gpu/reader.py for the form)."""
 
 
 def load_host() -> HostSettings:

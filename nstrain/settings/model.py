@@ -54,6 +54,12 @@ def dump(settings: Settings) -> dict[str, Any]:
     return settings.model_dump(mode="json", by_alias=True)
 
 
+def json_schema(kind: type[Settings]) -> dict[str, Any]:
+    """The JSON schema of a settings file, each field with its meaning."""
+    schema = kind.model_json_schema(by_alias=True)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
 _UNION_TAG = re.compile(r"(constrained-)?int|tuple\[.*\]")
 """What pydantic puts into a place to say which side of a number-or-list field it tried."""
 

@@ -14,18 +14,20 @@ from typing import Any, Literal
 import pydantic
 
 from nstrain.base.disk import atomic_write_json
-from nstrain.base.errors import Refusal
 from nstrain.settings.model import Settings, dump, load
 
 RUN_FORMAT: Literal[1] = 1
-METRICS_VERSION = 1
+METRICS_VERSION = 2
 """The set of readings a line records. A change of names, conditions or formulas raises it."""
 
 FIXED_FIELDS = (
     "format", "id", "metrics", "data", "model", "seed", "threads", "device", "tokens_per_update", "rows",
-    "learning_rate", "optimizer",
+    "learning_rate", "optimizer", "ema", "branch",
 )  # fmt: skip
 """Top-level fields that a line keeps for life: a change is refused unless `allow_changes` lists the field."""
+
+NEVER_CHANGED = frozenset({"format", "id", "metrics", "branch"})
+"""Those of them that `allow_changes` cannot name."""
 
 Positive = pydantic.Field(gt=0)
 
@@ -77,42 +79,65 @@ class LengthSettings(Settings):
     """Layers whose activations are computed again in the backward pass instead of being kept."""
 
 
-class DecayPiece(Settings):
-    """The learning rate's way down."""
+class RatePiece(Settings):
+    """A piece of the learning rate: it holds from `from` until the next piece begins.
 
+    `constant` stays at `start`. The others go from `start` at `from` to `end` at `to`, and stay there: a rise is the
+    warm-up, a fall the decay.
+    """
+
+    from_tokens: int = pydantic.Field(ge=0, alias="from")
+    """Position, in tokens, at which this piece takes over from the one before."""
+    to_tokens: int | None = pydantic.Field(default=None, alias="to")
+    """Position at which the rate has reached `end`; null for `constant`."""
+    shape: Literal["constant", "linear", "cosine", "sqrt"]
+    """linear; cosine (half a cosine wave); sqrt (goes with the root of the way: steep first); or constant."""
+    start: float = pydantic.Field(ge=0)
+    """The rate at `from`."""
+    end: float | None = pydantic.Field(default=None, ge=0)
+    """The rate at and after `to`; null for `constant`."""
+
+    @pydantic.model_validator(mode="after")
+    def _whole(self) -> RatePiece:
+        if self.shape == "constant":
+            if self.to_tokens is not None or self.end is not None:
+                raise ValueError("a constant piece has no to and no end; it holds until the next piece begins")
+        elif self.to_tokens is None or self.end is None:
+            raise ValueError(f"a {self.shape} piece needs to and end")
+        elif self.to_tokens <= self.from_tokens:
+            raise ValueError(f"to must be greater than from ({self.from_tokens:,}), found {self.to_tokens:,}")
+        return self
+
+
+RatePieces = tuple[RatePiece, ...]
+"""A learning rate as a function of the position in tokens; `nstrain.train.schedule.learning_rate` reads it."""
+
+
+class EmaSettings(Settings):
+    """The weights' moving average: what a decay of the learning rate would give, without decaying.
+
+    Each update moves it by tokens / horizon_tokens of the way to the weights (Zhang et al., arXiv 2410.21676).
+    """
+
+    horizon_tokens: int = Positive
+    """Tokens over which it averages."""
     from_tokens: int = pydantic.Field(ge=0)
-    """Position at which the rate is still `peak`."""
-    to_tokens: int = Positive
-    """Position at which the rate has reached `final`, where it stays."""
-    shape: Literal["linear", "cosine", "sqrt"] = "linear"
-    """linear; cosine (half a cosine wave); sqrt (1 - sqrt of the way)."""
-    final: float = pydantic.Field(default=0.0, ge=0)
-    """The rate at and after `to_tokens`."""
-
-    @pydantic.model_validator(mode="after")
-    def _in_order(self) -> DecayPiece:
-        if self.to_tokens <= self.from_tokens:
-            raise ValueError(f"to_tokens must be greater than from_tokens ({self.from_tokens:,})")
-        return self
+    """Position at which it begins, as a copy of the weights."""
 
 
-class LearningRate(Settings):
-    """Warm-up, constant, decay; read at an update's position after it."""
+class BranchSettings(Settings):
+    """Where a branch line comes from; written by `nstrain branch`."""
 
-    peak: float = Positive
-    """The rate after warm-up."""
-    warmup_tokens: int = pydantic.Field(default=0, ge=0)
-    """The rate grows linearly from 0 at position 0 to `peak` here."""
-    decay: DecayPiece | None = None
-    """When and how the rate falls; null keeps it constant."""
-
-    @pydantic.model_validator(mode="after")
-    def _in_order(self) -> LearningRate:
-        if self.decay is not None and self.decay.from_tokens < self.warmup_tokens:
-            raise ValueError("decay.from_tokens lies inside the warm-up")
-        if self.decay is not None and self.decay.final > self.peak:
-            raise ValueError("decay.final is above peak")
-        return self
+    from_run: str = pydantic.Field(alias="from")
+    """The parent line's directory when the branch was made."""
+    line: str
+    """The parent's id."""
+    at_cycle: int = pydantic.Field(ge=1)
+    """The parent's data cycle at whose end the branch begins."""
+    update: int = Positive
+    """The parent's update there; the branch counts on from it."""
+    tokens: int = Positive
+    """The position there; the branch counts on from it."""
 
 
 class OptimizerSettings(Settings):
@@ -139,6 +164,10 @@ class ValidationSettings(Settings):
     """Updates between two validations."""
     rows_per_source: int = Positive
     """Held-out rows of a source at least; every stratum has one or more."""
+    probe_rows_per_source: int | None = pydantic.Field(default=None, gt=0)
+    """Rows of a source, at most, that are also probed: of its heaviest strata; null: all."""
+    long_rows_per_source: int = pydantic.Field(default=4, ge=0)
+    """Rows of a source, at most, at the model's longest context, where that exceeds the training length; 0: none."""
 
 
 class CheckpointSettings(Settings):
@@ -159,10 +188,28 @@ class CheckpointSettings(Settings):
 
 
 class GuardSettings(Settings):
-    """When the line stops by itself."""
+    """When the line stops by itself, and how long its trainer may be silent before it is taken to hang."""
 
     max_consecutive_skips: int = pydantic.Field(default=20, gt=0)
     """Updates in a row that may be skipped for a gradient norm that is not finite."""
+    loss_jump: float = pydantic.Field(default=8.0, gt=0)
+    """Deviations above the updates before it (`train/loss_jump`) from which a loss is an alarm; the line goes on."""
+    watchdog_s: float = pydantic.Field(default=1800.0, gt=0)
+    """Seconds that an update, or a wait for the checkpoint's writer, may take before the trainer is taken to hang; a
+    wait for data or the GPU that lasts longer is notified."""
+    start_s: float = pydantic.Field(default=3600.0, gt=0)
+    """Seconds that the trainer's start may take: reading the checkpoint, compiling kernels, capturing graphs."""
+    validation_s: float = pydantic.Field(default=3600.0, gt=0)
+    """Seconds that one validation may take."""
+    save_s: float = pydantic.Field(default=900.0, gt=0)
+    """Seconds that the checkpoint of a stop may take."""
+    gpu_check_every: int = pydantic.Field(default=20, gt=0)
+    """Updates between two looks at the GPU's other processes."""
+
+    def budget_s(self, stage: str) -> float:
+        """Seconds that a trainer may stay in a stage without another beat of its heartbeat."""
+        budgets = {"starting": self.start_s, "validating": self.validation_s, "stopping": self.save_s}
+        return budgets.get(stage, self.watchdog_s)
 
 
 class RunSettings(Settings):
@@ -188,43 +235,40 @@ class RunSettings(Settings):
     """Row length by cycle; only grows at its end."""
     lengths: dict[str, LengthSettings]
     """By row length (in tokens): how its rows are pushed through the device."""
-    learning_rate: LearningRate
+    learning_rate: RatePieces
+    """Warm-up, constant stretches and decays over tokens; only grows at its end."""
     optimizer: OptimizerSettings
+    ema: EmaSettings | None = None
+    """The weights' moving average; null: none is kept."""
     validation: ValidationSettings
     checkpoints: CheckpointSettings
     guards: GuardSettings = GuardSettings()
     print_every: int = pydantic.Field(default=10, gt=0)
     """Updates between two rows in run.log; the row of an update that validated is always printed."""
+    branch: BranchSettings | None = None
+    """Of a branch: its parent, and where it left it."""
     allow_changes: tuple[str, ...] = ()
-    """Fixed fields whose change is meant; see FIXED_FIELDS."""
+    """Fixed fields whose change is meant. An entry allows one change; to change a field again, list it once more."""
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> RunSettings:
-        if not self.rows or self.rows[0].from_cycle != 1:
-            raise ValueError("rows must begin with a piece from_cycle 1")
-        if any(b.from_cycle <= a.from_cycle for a, b in itertools.pairwise(self.rows)):
-            raise ValueError("rows: from_cycle must grow from piece to piece")
-        pieces = self.batch_pieces
-        if not pieces or pieces[0].from_tokens != 0 or pieces[-1].to_tokens is not None:
-            raise ValueError("tokens_per_update must begin with a piece from 0 and end with a piece to null")
-        for a, b in itertools.pairwise(pieces):
-            if a.to_tokens != b.from_tokens or b.from_tokens <= a.from_tokens:
-                raise ValueError(
-                    "tokens_per_update: each piece must begin where the one before it ends, "
-                    f"found to {a.to_tokens} followed by from {b.from_tokens}"
-                )
+        _refuse_rows(self.rows)
+        _refuse_ramp(self.batch_pieces)
+        _refuse_rates(self.learning_rate)
+        # What a branch's parent trained before the fork is not trained again.
+        begins = self.branch.tokens if self.branch is not None else 0
         for row in self.rows:
             if str(row.row_tokens) not in self.lengths:
                 raise ValueError(f"lengths has no entry for rows of {row.row_tokens} tokens")
-            for piece in pieces:
-                if piece.tokens % row.row_tokens:
+            for piece in self.batch_pieces:
+                if (piece.to_tokens is None or piece.to_tokens > begins) and piece.tokens % row.row_tokens:
                     raise ValueError(
                         f"tokens_per_update: {piece.tokens:,} is not a multiple of the row length {row.row_tokens:,}"
                     )
         unknown = set(self.allow_changes) - set(FIXED_FIELDS)
         if unknown:
             raise ValueError(f"allow_changes: no fixed field is called {', '.join(sorted(unknown))}")
-        never = {"format", "id", "metrics"} & set(self.allow_changes)
+        never = NEVER_CHANGED & set(self.allow_changes)
         if never:
             raise ValueError(f"allow_changes: {', '.join(sorted(never))} can never change")
         return self
@@ -245,6 +289,35 @@ class RunSettings(Settings):
         return next(p.tokens for p in reversed(self.batch_pieces) if p.from_tokens <= position_tokens)
 
 
+def _refuse_rows(rows: tuple[RowPiece, ...]) -> None:
+    if not rows or rows[0].from_cycle != 1:
+        raise ValueError("rows must begin with a piece from_cycle 1")
+    if any(b.from_cycle <= a.from_cycle for a, b in itertools.pairwise(rows)):
+        raise ValueError("rows: from_cycle must grow from piece to piece")
+
+
+def _refuse_ramp(pieces: tuple[BatchPiece, ...]) -> None:
+    if not pieces or pieces[0].from_tokens != 0 or pieces[-1].to_tokens is not None:
+        raise ValueError("tokens_per_update must begin with a piece from 0 and end with a piece to null")
+    for a, b in itertools.pairwise(pieces):
+        if a.to_tokens != b.from_tokens or b.from_tokens <= a.from_tokens:
+            raise ValueError(
+                "tokens_per_update: each piece must begin where the one before it ends, "
+                f"found to {a.to_tokens} followed by from {b.from_tokens}"
+            )
+
+
+def _refuse_rates(pieces: RatePieces) -> None:
+    if not pieces or pieces[0].from_tokens != 0:
+        raise ValueError("learning_rate must begin with a piece from 0")
+    for a, b in itertools.pairwise(pieces):
+        if b.from_tokens <= a.from_tokens:
+            raise ValueError(
+                "learning_rate: from must grow from piece to piece, "
+                f"found from {a.from_tokens} followed by from {b.from_tokens}"
+            )
+
+
 def load_run(path: Path) -> RunSettings:
     """run.json, validated. Raises `Refusal`."""
     return load(RunSettings, path)
@@ -253,46 +326,3 @@ def load_run(path: Path) -> RunSettings:
 def save_run(path: Path, settings: RunSettings) -> None:
     """Write run.json with every field, replacing it as a whole."""
     atomic_write_json(path, dump(settings))
-
-
-def refuse_changed_fields(old: dict[str, Any], new: RunSettings, where: str) -> None:
-    """Refuse a fixed field that differs from what the line was trained with, unless `allow_changes` lists it.
-
-    `old` is the run.json stored in the newest checkpoint. `rows` and a ramp may grow at their end.
-    Raises `Refusal` naming every changed field, both values and the ways to mend it.
-    """
-    now = dump(new)
-    problems = []
-    for name in FIXED_FIELDS:
-        if name in new.allow_changes or now[name] == old.get(name) or _grown(old.get(name), now[name]):
-            continue
-        problems.append(_first_difference(name, old.get(name), now[name]))
-    if problems:
-        raise Refusal(
-            f"{where}: fields that a line keeps for life differ from those of its newest checkpoint: "
-            + "; ".join(problems)
-            + ". Put the old value back, or list the field's name in allow_changes if the change is meant."
-        )
-
-
-def _grown(old: Any, new: Any) -> bool:
-    """Whether a list of pieces kept all it had: its last piece may have been given an end that was open before.
-
-    One number of tokens an update is a ramp of one piece.
-    """
-    if isinstance(old, int):
-        old = [{"from": 0, "to": None, "tokens": old}]
-    if not (isinstance(old, list) and isinstance(new, list) and 0 < len(old) <= len(new)):
-        return False
-    last = dict(new[len(old) - 1])
-    if old[-1].get("to", 0) is None and len(new) > len(old):
-        last["to"] = None
-    return [*new[: len(old) - 1], last] == old
-
-
-def _first_difference(place: str, old: Any, new: Any) -> str:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted(old.keys() | new.keys()):
-            if old.get(key) != new.get(key):
-                return _first_difference(f"{place}.{key}", old.get(key), new.get(key))
-    return f"{place} was {old!r} and is now {new!r}"

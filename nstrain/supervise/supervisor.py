@@ -1,31 +1,28 @@
-"""The supervisor: one process that runs a training line's children, from the start to an outcome that is recorded.
+"""The supervisor: one process that keeps a training line alive, for weeks, to an outcome that is recorded.
 
     lock (a second supervisor is refused) -> quick start checks -> STOP of the last run cleared, supervisor.json
-    -> wait for a trainer that a killed supervisor left behind -> preparer and trainer -> watch -> outcome
+    -> wait for a trainer that a killed supervisor left behind
+    -> launch: wait out a back-off and for a free GPU, start the trainer, watch it to its end
+    -> what its end means (failures.py): launch again, or the outcome
 
 It never touches the line's numbers: what is trained, recorded and saved is the trainer's, and both children may lose
-their supervisor at any instant (children.py). Its own work is small:
+their supervisor at any instant (children.py). Each idea has a file: what a trainer's end means (failures.py), when one
+hangs and how it is ended (watchdog.py), the preparer (preparing.py), long waits and the GPU (waits.py), notices
+(nstrain/line/notices.py), logins that end with a session (login.py), the start in the background (__main__.py and
+nstrain/base/detach.py).
 
-Stopping. SIGINT, SIGTERM, SIGHUP or a STOP file end the line after a checkpoint. Signals are passed to the trainer as
-one SIGTERM, the STOP file it sees itself. Further signals change nothing, and are answered: impatience cannot lose an
-update, short of `kill -9`.
+Stopping. SIGINT, SIGTERM, SIGHUP or a STOP file end the line after a checkpoint, and any wait at once. Signals are
+passed to the trainer as one SIGTERM, the STOP file it sees itself. Further signals change nothing, and are answered:
+impatience cannot lose an update, short of `kill -9`. The watchdog bounds how long the last save may take.
 
-The preparer. A data line has one, whoever's line or command it belongs to. If another process holds the preparer's
-lock, the supervisor relies on it and starts its own only when the lock is free. When its preparer fails, the trainer
-goes on with the cycles that are ready; once it waits for one that will not come, it is stopped with a checkpoint, and
-the line has failed for the preparer's reason. A preparer that finished is started again, once, should the trainer wait
-for a cycle (one that was deleted, say). While none runs, cycles that every consumer is past are deleted here.
-
-The end. Trainer done, stopped, or failed: the preparer is ended (it may be killed at any time), consumed cycles are
-deleted, the outcome and its reason are written to supervisor.json. A trainer that was killed has failed; the same
-command goes on from its newest checkpoint.
+Every wait of the line is seen here in the same place (`_look_after`): signals, preparer, notices and the log are looked
+at between any two steps, whether a trainer runs or not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import signal
 import sys
 import time
@@ -36,13 +33,16 @@ from rich.console import Console
 
 from nstrain.base.disk import FileLock
 from nstrain.base.errors import ExitCode, NstrainError, Refusal
+from nstrain.base.logs import rotate
 from nstrain.base.process import this_process
-from nstrain.data.cycles import delete_consumed
-from nstrain.data.line import DataLine
-from nstrain.data.preparer import preparer_lock, read_status
-from nstrain.line.paths import LinePaths
+from nstrain.base.units import human_seconds
+from nstrain.gpu.readings import GpuSource, gpu_of
+from nstrain.line.checkpoint import read_latest, read_state
+from nstrain.line.notices import Event, Notifier, notice
+from nstrain.line.paths import LinePaths, checkpoint_name
 from nstrain.line.state_files import (
-    Outcome,
+    Heartbeat,
+    StopRequest,
     SupervisorState,
     clear_stop,
     read_heartbeat,
@@ -50,8 +50,9 @@ from nstrain.line.state_files import (
     write_supervisor,
 )
 from nstrain.ops.check import check_line, refuse_failed
-from nstrain.ops.consumer import consumer_path, enter_consumer
-from nstrain.settings.run import load_run
+from nstrain.ops.consumer import enter_consumer
+from nstrain.settings.host import load_host
+from nstrain.settings.run import RunSettings, load_run
 from nstrain.supervise.children import (
     PREPARER_PREFIX,
     SUPERVISOR_PREFIX,
@@ -61,36 +62,16 @@ from nstrain.supervise.children import (
     write_log_line,
 )
 from nstrain.supervise.display import Display
-
-ORPHAN_WAIT_S = 60.0
-"""How long a trainer that a killed supervisor left behind may take to save and end."""
-
-TICK_S = 0.1
-"""How often the children, signals and files are looked at."""
-
-HUNGER_S = 2.0
-"""A trainer that waits for data for longer than this, while no preparer runs, waits for what nobody prepares."""
-
-PREPARER_RETRY_S = 2.0
-"""At least this long between two looks at another process's preparer lock, or two starts of a preparer."""
-
-PREPARER_GRACE_S = 10.0
-"""How long a preparer may take to end before it is killed."""
+from nstrain.supervise.failures import Counts, Ended, Ending, Relaunch, judge
+from nstrain.supervise.pace import Pace
+from nstrain.supervise.preparing import PreparerKeeper
+from nstrain.supervise.waits import GpuGate, Stalls, others_now
+from nstrain.supervise.watchdog import PutDown, Watchdog
 
 TRAINER_COMMAND = (sys.executable, "-m", "nstrain.train")
 PREPARER_COMMAND = (sys.executable, "-m", "nstrain.data.preparer")
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ending:
-    """How a line's supervision ended."""
-
-    outcome: Outcome
-    exit_code: ExitCode
-    reason: str | None
-    """Why, for people; None if there is nothing to add."""
 
 
 def run_foreground(run: Path, console: Console | None = None) -> ExitCode:
@@ -111,27 +92,31 @@ class Supervisor:
         on_event: Callable[[str], None] = lambda text: None,
         trainer_command: Sequence[str] = TRAINER_COMMAND,
         preparer_command: Sequence[str] = PREPARER_COMMAND,
+        pace: Pace | None = None,
+        gpu: Callable[[RunSettings], GpuSource | None] = gpu_of,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_event` gets what happens, a line each; the commands are those of the children up to their arguments."""
+        """`on_event` gets what happens, a line each; the commands are those of the children up to their arguments.
+
+        `gpu` says how the line's GPU is read; `on_ready` is called once nothing can be refused any more.
+        """
         self.paths = LinePaths(run.resolve())
-        self._on_event = on_event
+        self._on_event, self._on_ready = on_event, on_ready
         self._trainer_command, self._preparer_command = trainer_command, preparer_command
+        self._pace, self._gpu = pace or Pace(), gpu
         self._signals: list[int] = []
         self._signals_answered = 0
-        self._pipe: DeathPipe
         self._trainer: Child | None = None
-        self._preparer: Child | None = None
-        self._preparer_finished = False
-        """Whether our preparer ended well, so that there is no reason to start one."""
-        self._fed_again = False
-        """Whether that was one started because the trainer waited, and the trainer has not gone on since."""
-        self._preparer_failure: Ending | None = None
-        self._starved = False
-        """Whether the trainer was stopped because of that failure."""
-        self._next_preparer_look = 0.0
         self._hungry_since: float | None = None
-        self._consumer_seen: int | None = None
+        self._starved = False
+        """Whether the trainer was stopped because no more data will come."""
+        self._next_log_look = 0.0
+        self._keeper: PreparerKeeper
+        self._stalls: Stalls
+        self._notifier: Notifier
+        self._pipe: DeathPipe
         self._state: SupervisorState
+        self.settings: RunSettings
 
     # ---- the whole life --------------------------------------------------------------------------------------------
 
@@ -152,71 +137,222 @@ class Supervisor:
         with lock, self._signals_taken():
             refuse_failed(check_line(self.paths.root, quick=True))
             self.settings = load_run(self.paths.run_json)
-            self.work = Path(self.settings.data.work)
+            self._notifier = Notifier(load_host().notify, self.tell, self._pace.notice_limit_s)
             clear_stop(self.paths)
             self._state = SupervisorState(this_process(), time.time())
             write_supervisor(self.paths, self._state)
             self._pipe = DeathPipe()
+            self._keeper = PreparerKeeper(
+                self.paths, self.settings, self._preparer_command, self._pipe, self._pace, self
+            )
+            self._stalls = Stalls(self.settings.guards.watchdog_s, self.notify)
+            self._on_ready()
             try:
                 ending = self._supervise()
             except (NstrainError, OSError) as error:
                 self._end_children()
                 code = error.exit_code if isinstance(error, NstrainError) else ExitCode.FAILED
-                ending = Ending("failed", code, str(error))
+                ending = Ending("failed", code, str(error), "supervisor_failed")
             except BaseException as error:
                 self._end_children()
-                self._record(Ending("failed", ExitCode.FAILED, f"the supervisor itself failed: {error!r}"))
+                reason = f"the supervisor itself failed: {error!r}"
+                self._record(Ending("failed", ExitCode.FAILED, reason, "supervisor_failed"))
                 raise
             self._record(ending)
         return ending
 
     def _supervise(self) -> Ending:
         if enter_consumer(self.paths, self.settings):
-            self._tell(f"the line's missing entry in {self.work / 'consumers'} was written")
-        if ending := self._wait_for_orphan():
-            return ending
-        if self._signals:
-            return Ending("stopped", ExitCode.STOPPED, self._who_stopped())
-        self._watch_preparer()
-        command = [*self._trainer_command, str(self.paths.root)]
-        self._trainer = Child("trainer", command, self._pipe, self.paths.run_log)
-        self._update(launches=self._state.launches + 1, trainer_pid=self._trainer.pid)
-        self._tell(f"trainer started as process {self._trainer.pid}")
-        while (code := self._trainer.poll()) is None:
-            self._answer_signals(self._trainer)
-            self._watch_preparer()
-            self._delete_consumed()
-            time.sleep(TICK_S)
-        ending = self._ending(self._trainer, code)
-        self._trainer = None
-        self._end_children()
-        self._delete_consumed(at_end=True)
+            self.tell(f"the line's missing entry among {self.settings.data.work}'s consumers was written")
+        ending = self._wait_for_orphan()
+        next_launch, counts = Relaunch("", 0.0), Counts()
+        while ending is None:
+            ending = self._wait_to_launch(next_launch)
+            if ending is not None:
+                break
+            ended = self._run_trainer()
+            if isinstance(ended, Ending):
+                ending = ended
+                break
+            verdict, counts = judge(ended, counts, self._pace, self._who_stopped())
+            self._count(counts, verdict)
+            if isinstance(verdict, Ending):
+                ending = verdict
+            else:
+                next_launch = verdict
+        if self._starved and ending.outcome == "stopped" and self._keeper.failure is not None:
+            ending = self._keeper.failure
+        self._keeper.end()
+        self._keeper.delete_consumed(at_end=True)
         return ending
 
+    def _count(self, counts: Counts, verdict: Ending | Relaunch) -> None:
+        """Take counts and verdict into supervisor.json, and tell of a relaunch."""
+        failed = counts.failures_total > self._state.failures_total
+        self._update(
+            trainer_pid=None,
+            failures=counts.failures,
+            failures_total=counts.failures_total,
+            crashes_beside_others=counts.beside_others,
+            **({"last_failure": verdict.reason} if failed else {}),
+        )
+        if isinstance(verdict, Relaunch):
+            row = f" ({counts.failures} in a row without progress)" if failed else ""
+            when = " once the GPU is free" if verdict.clean_looks > 1 else ""
+            self.tell(f"{verdict.reason}{row}; it is launched again{when}")
+            if verdict.event is not None:
+                self.notify(verdict.event, f"{verdict.reason}; the line goes on from its newest checkpoint")
+
+    def _look_after(self, hungry: bool = False) -> None:
+        """What is due between any two steps, whatever the line does: preparer, consumed cycles, notices, the log."""
+        self._keeper.watch(hungry, wanted=not self._signals)
+        self._keeper.delete_consumed()
+        preparer = self._keeper.status()
+        full = preparer is not None and preparer.stage == "waiting_disk"
+        self._stalls.see("disk_full", f"the preparer waits for space: {preparer.error}" if preparer and full else None)
+        self._notifier.look()
+        if time.monotonic() >= self._next_log_look:
+            self._next_log_look = time.monotonic() + self._pace.log_look_s
+            if rotate(self.paths.run_log):
+                self.tell("run.log had grown too large; what was in it is in run.log.1")
+        time.sleep(self._pace.tick_s)
+
+    # ---- before a launch -------------------------------------------------------------------------------------------
+
     def _wait_for_orphan(self) -> Ending | None:
-        """Wait until no trainer holds the line; an ending if that takes too long or a stop is asked for."""
+        """Wait until no trainer holds the line; an ending if that one is silent too long or a stop is asked for."""
         lock = FileLock(self.paths.trainer_lock)
-        deadline = time.monotonic() + ORPHAN_WAIT_S
+        watchdog: Watchdog | None = None
         while lock.held_elsewhere():
-            if self._state.waiting_for is None:
+            if watchdog is None:
+                watchdog = Watchdog(lock.holder() or 0, self._pace.orphan_wait_s)
                 who = f"trainer {lock.holder()}, left behind by an earlier supervisor, to save and end"
-                self._update(waiting_for=who, waiting_since=time.time())
-                self._tell(f"waiting up to {ORPHAN_WAIT_S:.0f} s for {who}")
-            if self._signals or read_stop(self.paths) is not None:
+                self._wait_for(who)
+                self.tell(f"waiting for {who}")
+            if self._stop_asked():
                 return Ending("stopped", ExitCode.STOPPED, f"{self._who_stopped()}, waiting for an earlier trainer")
-            if time.monotonic() >= deadline:
+            if (late := watchdog.look(read_heartbeat(self.paths))) is not None:
                 return Ending(
                     "failed",
                     ExitCode.FAILED,
-                    f"trainer {lock.holder()} of an earlier supervisor still runs after {ORPHAN_WAIT_S:.0f} s; see "
-                    "what it does, or end it (`kill -9` loses no more than the updates since its newest checkpoint)",
+                    f"trainer {lock.holder()} of an earlier supervisor still runs ({late}); see what it does, or end "
+                    "it (`kill -9` loses no more than the updates since its newest checkpoint)",
+                    "failed",
                 )
-            time.sleep(TICK_S)
-        if self._state.waiting_for is not None:
-            self._update(waiting_for=None, waiting_since=None)
+            time.sleep(self._pace.tick_s)
+        self._wait_for(None)
         return None
 
-    # ---- signals ---------------------------------------------------------------------------------------------------
+    def _wait_to_launch(self, launch: Relaunch) -> Ending | None:
+        """Wait out the back-off, and until the GPU is free; an ending if a stop is asked for meanwhile."""
+        source = self._gpu(self.settings)
+        gate = None if source is None else GpuGate(self.paths.root, source, self._pace, launch.clean_looks)
+        until = time.monotonic() + launch.wait_s
+        try:
+            while True:
+                if self._stop_asked():
+                    return Ending("stopped", ExitCode.STOPPED, self._who_stopped())
+                if time.monotonic() < until:
+                    self._wait_for(f"{human_seconds(launch.wait_s)} to pass after a failure")
+                elif gate is None or gate.free():
+                    return None
+                else:
+                    self._wait_for(None if gate.taken is None else f"a free GPU: {gate.taken}")
+                    self._stalls.see("waiting_gpu", None if gate.taken is None else f"waiting for {gate.taken}")
+                self._look_after()
+        finally:
+            self._wait_for(None)
+            self._stalls.see("waiting_gpu", None)
+            if gate is not None:
+                gate.close()
+
+    def _wait_for(self, what: str | None) -> None:
+        """Show what the supervisor itself waits for; None: nothing."""
+        if what != self._state.waiting_for:
+            since = None if what is None else self._state.waiting_since or time.time()
+            self._update(waiting_for=what, waiting_since=since)
+
+    # ---- one trainer -----------------------------------------------------------------------------------------------
+
+    def _run_trainer(self) -> Ended | Ending:
+        """Start a trainer and watch it to its end, or to where it cannot be ended."""
+        with contextlib.suppress(Refusal):  # a run.json edited into nonsense: the trainer says what is wrong
+            self.settings = load_run(self.paths.run_json)
+        newest = self._latest()
+        command = [*self._trainer_command, str(self.paths.root)]
+        self._trainer = trainer = Child("trainer", command, self._pipe, self.paths.run_log, self.paths.root)
+        self._update(launches=self._state.launches + 1, trainer_pid=trainer.pid)
+        self.tell(f"trainer started as process {trainer.pid}")
+        watchdog = Watchdog(trainer.pid, self.settings.guards.start_s)
+        put_down: PutDown | None = None
+        hung: str | None = None
+        while (code := trainer.poll()) is None:
+            self._answer_signals(trainer)
+            beat = self._beat(trainer)
+            late = watchdog.look(beat)
+            if late is None and put_down is not None:
+                self.tell("the trainer's heart beats again")
+                hung = hung if put_down.asked else None
+                put_down = None
+            elif late is not None and put_down is None:
+                self.tell(late)
+                hung, put_down = late, PutDown(trainer, self._pace, self.tell)
+            if put_down is not None and (stuck := put_down.step()) is not None:
+                return Ending("failed", ExitCode.STUCK, stuck, "stuck")
+            self._feed(trainer, beat)
+        self._trainer = None
+        self._stalls.see("waiting_data", None)
+        return self._ended(trainer, code, hung, newest)
+
+    def _ended(self, trainer: Child, code: int, hung: str | None, newest_before: int | None) -> Ended:
+        newest = self._latest()
+        words = hung or f"the trainer {describe_exit(code)}"
+        if hung is None and code > 0:
+            said = trainer.last_words(lambda line: not line.startswith((PREPARER_PREFIX, SUPERVISOR_PREFIX)))
+            words = said or f"{words} and said nothing"
+        return Ended(
+            code=code,
+            words=words,
+            asked=bool(self._signals) or self._starved or self._asked_by_file(code),
+            hung=hung is not None,
+            progressed=newest is not None and newest != newest_before,
+            others=self._others(trainer, code),
+        )
+
+    def _others(self, trainer: Child, code: int) -> str | None:
+        """Who was on the GPU beside a trainer that did not end by itself."""
+        source = self._gpu(self.settings)
+        if source is None or (code >= 0 and code != ExitCode.FAILED):
+            return None
+        beat = read_heartbeat(self.paths)
+        seen = beat.gpu_others if beat is not None and beat.pid == trainer.pid else None
+        return seen or others_now(self.paths.root, source)
+
+    def _beat(self, trainer: Child) -> Heartbeat | None:
+        """The trainer's heartbeat; None before its first."""
+        beat = read_heartbeat(self.paths)
+        return beat if beat is not None and beat.pid == trainer.pid else None
+
+    def _feed(self, trainer: Child, beat: Heartbeat | None) -> None:
+        """See to the data that the trainer waits for; stop one that will get no more."""
+        waits = beat is not None and beat.stage == "waiting_data"
+        self._hungry_since = (self._hungry_since or time.monotonic()) if waits else None
+        hungry = self._hungry_since is not None and time.monotonic() - self._hungry_since >= self._pace.hunger_s
+        self._stalls.see("waiting_data", f"the trainer waits for {beat.waiting_for}" if beat and waits else None)
+        if hungry and self._keeper.failure is not None and not self._starved:
+            self._starved = True
+            self.tell("the trainer waits for a cycle that will not be prepared: stopping with a checkpoint")
+            trainer.ask_to_stop()
+        self._look_after(hungry)
+
+    def _latest(self) -> int | None:
+        """The update of the newest committed checkpoint; None if there is none or that cannot be told."""
+        try:
+            return read_latest(self.paths)
+        except (NstrainError, OSError):
+            return None
+
+    # ---- requests to stop ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _signals_taken(self) -> Iterator[None]:
@@ -237,140 +373,48 @@ class Supervisor:
             name = signal.Signals(self._signals[self._signals_answered]).name
             self._signals_answered += 1
             if self._signals_answered == 1:
-                self._tell(f"{name}: stopping with a checkpoint at the next update boundary")
+                self.tell(f"{name}: stopping with a checkpoint at the next update boundary")
                 trainer.ask_to_stop()
             else:
-                self._tell(
+                self.tell(
                     f"{name}: still waiting for the trainer to save and end (`kill -9 {trainer.pid}` would lose the "
                     "updates since its newest checkpoint)"
                 )
 
+    def _stop_asked(self) -> bool:
+        """Whether the line is to stop now, while no trainer of it runs."""
+        return bool(self._signals) or self._asked_by_file(None)
+
+    def _asked_by_file(self, code: int | None) -> bool:
+        """Whether the STOP file asks the line to end, of whose trainer this is the exit code (None: none runs)."""
+        request = read_stop(self.paths)
+        if request is None or request.at_cycle_end is None:
+            return request is not None
+        newest = self._latest()
+        if code != ExitCode.STOPPED or newest is None:
+            return False  # the cycle's end is still to come
+        state = read_state(self.paths.checkpoint(newest))
+        return int(state["position"]["cycle"]) > request.at_cycle_end
+
     def _who_stopped(self) -> str:
         if self._signals:
             return f"stopped by {signal.Signals(self._signals[0]).name}"
-        request = read_stop(self.paths)
+        request: StopRequest | None = read_stop(self.paths)
         if request is None:
             return "stopped by a signal to the trainer that did not come from its supervisor"
         return "stopped by the file STOP" if request.by_pid is None else f"stopped by process {request.by_pid}"
 
-    # ---- the preparer ----------------------------------------------------------------------------------------------
-
-    def _watch_preparer(self) -> None:
-        """Have a preparer at work as long as there is something to prepare; stop a trainer that will get no more."""
-        if self._preparer is not None:
-            code = self._preparer.poll()
-            if code is None:
-                return
-            self._preparer_ended(self._preparer, code)
-        hungry = self._trainer_hungry()
-        if self._preparer_failure is not None:
-            if hungry:
-                self._stop_starving_trainer()
-        elif hungry and self._fed_again:
-            self._fail_preparer(ExitCode.FAILED, "it is done, but the trainer still waits for a cycle")
-        elif (hungry or not self._preparer_finished) and not self._signals:
-            self._start_preparer()
-
-    def _start_preparer(self) -> None:
-        """Start a preparer, unless another process is the data line's preparer now."""
-        if time.monotonic() < self._next_preparer_look:
-            return
-        self._next_preparer_look = time.monotonic() + PREPARER_RETRY_S
-        lock = preparer_lock(self.work)
-        if lock.held_elsewhere():
-            if self._state.preparer_pid != lock.holder():
-                self._update(preparer_pid=lock.holder())
-                self._tell(f"{self.work} is prepared by process {lock.holder()} already; relying on it")
-            return
-        command = [*self._preparer_command, str(self.work), "--ahead", str(self.settings.data.ahead_cycles)]
-        self._preparer = Child("preparer", command, self._pipe, self.paths.run_log)
-        self._update(preparer_pid=self._preparer.pid)
-
-    def _preparer_ended(self, preparer: Child, code: int) -> None:
-        self._preparer = None
-        self._update(preparer_pid=None)
-        status = read_status(self.work)
-        told = status if status is not None and status.pid == preparer.pid else None
-        if code == ExitCode.DONE:
-            self._preparer_finished, self._fed_again = True, self._hungry_since is not None
-            self._hungry_since = None
-        elif told is None and preparer_lock(self.work).held_elsewhere():
-            return  # it found another one at work, between our look and its own
-        else:
-            words = preparer.last_words(lambda line: line.startswith(PREPARER_PREFIX))
-            error = told.error if told is not None else None
-            self._fail_preparer(_failure_code(code), error or f"it {describe_exit(code)}\n{words}".strip())
-
-    def _fail_preparer(self, exit_code: ExitCode, what: str) -> None:
-        """Note that no more data will come, and why; the line ends once the trainer has used up what is ready."""
-        self._preparer_failure = Ending("failed", exit_code, f"the preparer of {self.work}: {what}")
-        self._tell(f"{self._preparer_failure.reason}; training goes on with the cycles that are ready")
-        self._update(reason=self._preparer_failure.reason)
-
-    def _stop_starving_trainer(self) -> None:
-        if not self._starved and self._trainer is not None:
-            self._starved = True
-            self._tell("the trainer waits for a cycle that will not be prepared: stopping with a checkpoint")
-            self._trainer.ask_to_stop()
-
-    def _trainer_hungry(self) -> bool:
-        """Whether the trainer has been waiting for data for some time, while we run no preparer."""
-        beat = read_heartbeat(self.paths)
-        if self._trainer is None or beat is None or beat.pid != self._trainer.pid or beat.stage != "waiting_data":
-            self._hungry_since, self._fed_again = None, False
-            return False
-        if self._hungry_since is None:
-            self._hungry_since = time.monotonic()
-        return time.monotonic() - self._hungry_since >= HUNGER_S
-
-    def _delete_consumed(self, at_end: bool = False) -> None:
-        """Delete cycles that every consumer is past, if we run no preparer; looks only when our own entry moved."""
-        if self._preparer is not None:
-            return
-        try:
-            seen = os.stat(consumer_path(self.work, self.settings.id)).st_mtime_ns
-        except OSError:
-            seen = None
-        if seen == self._consumer_seen and not at_end:
-            return
-        self._consumer_seen = seen
-        lock = preparer_lock(self.work)
-        try:
-            if not lock.try_acquire():
-                return  # another process's preparer does it
-            with lock:
-                gone = delete_consumed(DataLine.open(self.work))
-        except (NstrainError, OSError) as error:
-            self._tell(f"consumed cycles could not be deleted: {error}")
-            return
-        if gone:
-            self._tell(f"deleted consumed cycle{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}")
-
-    # ---- the end ---------------------------------------------------------------------------------------------------
-
-    def _ending(self, trainer: Child, code: int) -> Ending:
-        """What the trainer's exit means for the line."""
-        asked = bool(self._signals) or self._starved
-        if code == ExitCode.DONE:
-            return Ending("done", ExitCode.DONE, None)
-        if code == ExitCode.STOPPED or (code == -signal.SIGTERM and asked):  # the latter while it was starting
-            if self._starved and self._preparer_failure is not None:
-                return self._preparer_failure
-            return Ending("stopped", ExitCode.STOPPED, self._who_stopped())
-        if code < 0:
-            return Ending("failed", ExitCode.FAILED, f"the trainer {describe_exit(code)}; the same command goes on")
-        words = trainer.last_words(lambda line: not line.startswith((PREPARER_PREFIX, SUPERVISOR_PREFIX)))
-        return Ending("failed", _failure_code(code), words or f"the trainer {describe_exit(code)} and said nothing")
+    # ---- the end, and being seen -----------------------------------------------------------------------------------
 
     def _end_children(self) -> None:
         """End what still runs: the preparer soon, the trainer after its checkpoint."""
         if self._trainer is not None:
             self._trainer.ask_to_stop()
-            self._trainer.wait()
+            guards = self.settings.guards
+            if self._trainer.wait(guards.watchdog_s + guards.save_s) is None:
+                self._trainer.kill()
             self._trainer = None
-        if self._preparer is not None:
-            self._preparer.end(PREPARER_GRACE_S)
-            self._preparer = None
+        self._keeper.end()
 
     def _record(self, ending: Ending) -> None:
         """Write the outcome, then take the request to stop away: who asked for it waits for the outcome."""
@@ -384,8 +428,39 @@ class Supervisor:
         )
         with contextlib.suppress(OSError):
             clear_stop(self.paths)
-        self._tell(ending.outcome + (f": {ending.reason}" if ending.reason else ""))
+        if ending.event is not None:
+            self.notify(ending.event, ending.reason or "the line has reached the end of its schedule")
+        self.tell(ending.outcome + (f": {ending.reason}" if ending.reason else ""))
+        self._notifier.finish(self._pace.notice_limit_s)
         self._pipe.close()
+
+    def tell(self, text: str) -> None:
+        """Write a line of what happened, to run.log, supervisor.json and whoever looks on."""
+        write_log_line(self.paths.run_log, text)
+        self._on_event(text)
+        self._update(last_event=text, last_event_at=time.time())
+
+    def notify(self, event: Event, text: str) -> None:
+        """Give a notice of the line as it stands."""
+        beat = read_heartbeat(self.paths)
+        newest = self._latest()
+        self._notifier.send(
+            notice(
+                event,
+                self.settings.id,
+                self.paths.root,
+                text,
+                update=None if beat is None else beat.update,
+                tokens=None if beat is None else beat.tokens,
+                checkpoint=None if newest is None else checkpoint_name(newest),
+                launches=self._state.launches,
+                failures=self._state.failures,
+            )
+        )
+
+    def update(self, **fields: object) -> None:
+        """Change supervisor.json, for the keeper of the preparer."""
+        self._update(**fields)
 
     def _update(self, **fields: object) -> None:
         """Change supervisor.json. A full disk must not end a line that still trains: it is told and survived."""
@@ -393,13 +468,6 @@ class Supervisor:
         try:
             write_supervisor(self.paths, self._state)
         except (NstrainError, OSError) as error:
-            self._tell(f"{self.paths.supervisor_json} could not be written: {error}")
-
-    def _tell(self, text: str) -> None:
-        write_log_line(self.paths.run_log, text)
-        self._on_event(text)
-
-
-def _failure_code(code: int) -> ExitCode:
-    """A line's exit code for a child's: what the child refused, the line refuses."""
-    return ExitCode.BAD_CONFIGURATION if code == ExitCode.BAD_CONFIGURATION else ExitCode.FAILED
+            text = f"{self.paths.supervisor_json} could not be written: {error}"
+            write_log_line(self.paths.run_log, text)
+            self._on_event(text)

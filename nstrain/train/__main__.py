@@ -1,22 +1,31 @@
 """The trainer process: `python -m nstrain.train RUN [--parent-fd N]`, started by the supervisor.
 
-Its exit code is an `ExitCode`; what it prints goes to the line's run.log.
+Its exit code is an `ExitCode`; what it prints goes to the line's run.log. SIGUSR1 makes it print the stacks of its
+threads there, which needs neither the interpreter nor a thread that goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from nstrain.base.errors import NstrainError
+from nstrain.base.errors import DiskFull, NstrainError
+from nstrain.base.logs import FollowedLog, write_whole_lines
+from nstrain.gpu.readings import GpuSource, gpu_of
+from nstrain.line.notices import Notifier, notice
 from nstrain.line.paths import LinePaths
-from nstrain.settings.host import enter_host
+from nstrain.line.state_files import read_heartbeat
+from nstrain.settings.host import enter_host, load_host
+from nstrain.settings.run import RunSettings, load_run
 from nstrain.train.stopping import StopRequests
 
 
-def main() -> int:
-    """Train a line until it is done or asked to stop; returns the exit code."""
+def main(gpu: Callable[[RunSettings], GpuSource | None] = gpu_of) -> int:
+    """Train a line until it is done or asked to stop; returns the exit code. `gpu` says how its GPU is read."""
     parser = argparse.ArgumentParser(prog="nstrain.train", description="Train a line.")
     parser.add_argument("run", type=Path, help="the training line's directory")
     parser.add_argument("--parent-fd", type=int, help="read end of a pipe that closes when the parent dies")
@@ -24,16 +33,40 @@ def main() -> int:
     paths = LinePaths(arguments.run.resolve())
     stop = StopRequests(paths, arguments.parent_fd)
     stop.catch_signals()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    write_whole_lines()
+    FollowedLog(paths.run_log).follow()
     try:
         enter_host()
         # Only now: host.json sets the environment that torch reads when it is imported.
         from nstrain.train.opening import opened_trainer
 
-        with opened_trainer(paths, stop) as trainer:
+        with opened_trainer(paths, stop, gpu) as trainer:
             return int(trainer.run())
     except NstrainError as error:
-        print(f"{error.exit_code.name.lower()}: {error}", flush=True)
+        kind = "disk_full" if isinstance(error, DiskFull) else error.exit_code.name.lower()
+        print(f"{kind}: {error}", flush=True)
         return int(error.exit_code)
+    finally:
+        if stop.parent_gone():
+            tell_that_the_supervisor_died(paths)
+
+
+def tell_that_the_supervisor_died(paths: LinePaths) -> None:
+    """Give the notice that the supervisor no longer can; never raises."""
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    try:
+        beat = read_heartbeat(paths)
+        notifier = Notifier(load_host().notify, say)
+        text = f"the supervisor of {paths.root} is gone without a word; its trainer ends. `nstrain run` goes on"
+        known = {} if beat is None else {"update": beat.update, "tokens": beat.tokens, "checkpoint": beat.checkpoint}
+        notifier.send(notice("supervisor_failed", load_run(paths.run_json).id, paths.root, text, **known))
+        notifier.finish()
+    except (NstrainError, OSError) as error:
+        say(f"nobody could be told that the supervisor is gone: {error}")
 
 
 if __name__ == "__main__":

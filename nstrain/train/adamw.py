@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nstrain.settings.run import OptimizerSettings
+from nstrain.train.ema import move_ema
 from nstrain.train.flat import FlatGroup
 
 
@@ -49,15 +50,22 @@ def advance_step(step: Tensor, clip: Clip) -> None:
 
 
 def adamw_update(
-    group: FlatGroup, settings: OptimizerSettings, clip: Clip, step: Tensor, rate: Tensor, decay: Tensor | None
+    group: FlatGroup,
+    settings: OptimizerSettings,
+    clip: Clip,
+    step: Tensor,
+    rate: Tensor,
+    decay: Tensor | None,
+    move: Tensor,
 ) -> None:
     """One AdamW update of a group from its main gradient, or nothing if `clip.skip` is 1; then the gradient is zero.
 
-    `step` (already advanced) and `rate` are fp32 0-d tensors on the device, `decay` an fp64 one, or None for a group
-    whose weights do not decay. The parameters' compute copies follow the masters.
+    `step` (already advanced), `rate` and `move` are fp32 0-d tensors on the device, `decay` an fp64 one, or None for a
+    group whose weights do not decay. The parameters' compute copies follow the masters, and so does their moving
+    average, if the group has one, by a share `move` of the way (0: not at all).
     """
     if by_kernels(group.master.device):
-        _update_by_kernel(group, settings, clip, step, rate, decay)
+        _update_by_kernel(group, settings, clip, step, rate, decay, move)
         return
     torch._fused_adamw_(
         [group.master],
@@ -78,10 +86,18 @@ def adamw_update(
     )
     group.refresh_compute()
     group.main_grad.zero_()
+    if group.ema is not None:
+        move_ema(group, move, clip.skip)
 
 
 def _update_by_kernel(
-    group: FlatGroup, settings: OptimizerSettings, clip: Clip, step: Tensor, rate: Tensor, decay: Tensor | None
+    group: FlatGroup,
+    settings: OptimizerSettings,
+    clip: Clip,
+    step: Tensor,
+    rate: Tensor,
+    decay: Tensor | None,
+    move: Tensor,
 ) -> None:
     from nstrain.train.optimizer_kernels import adamw
 
@@ -93,10 +109,12 @@ def _update_by_kernel(
         group.exp_avg,
         group.exp_avg_sq,
         None if group.compute is group.master else group.compute,
+        group.ema,
         clip.divisor,
         clip.skip,
         rate,
         decay,
+        move,
         corrections,
         settings.beta1,
         settings.beta2,

@@ -22,15 +22,15 @@ from nstrain.data.encode import ENCODING_VERSION
 from nstrain.data.line import DataLine
 from nstrain.data.order import ORDER_VERSION
 from nstrain.line.checkpoint import Checkpoint
+from nstrain.line.state_json import FORMAT
+from nstrain.line.tensor_file import Tensors
+from nstrain.settings.changes import Changes, settle_changes
 from nstrain.settings.model import dump
-from nstrain.settings.run import RunSettings, refuse_changed_fields
+from nstrain.settings.run import RunSettings
 from nstrain.train.engine import Engine, OptimizerCounts
-from nstrain.train.flat import TENSOR_KINDS
+from nstrain.train.flat import TENSOR_KINDS, TensorKind
 from nstrain.train.model import kernel_table, use_kernels
 from nstrain.train.plan import Position
-
-STATE_FORMAT = 1
-FIRST_GENERATION = 1
 
 KEPT_REASONS = frozenset({"start", "cycle_end", "length_change", "end"})
 """Reasons whose checkpoints stay: points that a branch or a later stage can begin from."""
@@ -56,6 +56,8 @@ class LineState:
     generation: int
     order: CycleOrder | None
     """Of the last update's cycle; None before the first update."""
+    changes: Changes = dataclasses.field(default_factory=Changes)
+    """The changes of fixed settings that the line has been through."""
 
     def position_json(self, settings: RunSettings) -> dict[str, Any]:
         """The position as state.json has it."""
@@ -82,6 +84,7 @@ class LineState:
             tokens=state["tokens"],
             generation=state["generation"],
             order=None if order is None else CycleOrder(**{name: order[name] for name in fields}),
+            changes=Changes.from_state(state),
         )
 
 
@@ -97,10 +100,12 @@ def versions() -> dict[str, Any]:
     }
 
 
-def make_checkpoint(engine: Engine, settings: RunSettings, line: LineState, reason: str) -> Checkpoint:
-    """A checkpoint of the present state, in host memory of its own."""
+def make_checkpoint(
+    engine: Engine, settings: RunSettings, line: LineState, reason: str, tensors: Mapping[str, Tensors]
+) -> Checkpoint:
+    """A checkpoint of the present state; `tensors` are the engine's, by kind (host_copy.py)."""
     state = {
-        "format": STATE_FORMAT,
+        "format": FORMAT,
         "update": line.position.update,
         "tokens": line.tokens,
         "generation": line.generation,
@@ -109,32 +114,41 @@ def make_checkpoint(engine: Engine, settings: RunSettings, line: LineState, reas
         "reason": reason,
         "kept": reason in KEPT_REASONS,
         "settings": dump(settings),
+        "changes": line.changes.to_json(),
         "versions": versions(),
         "threads": torch.get_num_threads(),
         "kernels": kernel_table(),
         "id": settings.id,
     }
-    return Checkpoint(state, {kind: engine.flat.export(kind) for kind in TENSOR_KINDS})
+    return Checkpoint(state, tensors)
 
 
 def restore(engine: Engine, checkpoint: Checkpoint, where: str) -> None:
     """Put a checkpoint's tensors and counters into the engine. Raises `Refusal` before anything is changed.
 
-    The kernels go on with the launch configurations that the line was trained with.
+    The kernels go on with the launch configurations that the line was trained with. An average of the weights that the
+    line does not keep any more (`ema` of run.json, changed on purpose) is left out; one that it keeps now begins anew.
     """
-    for kind in TENSOR_KINDS:
+    kinds: tuple[TensorKind, ...] = TENSOR_KINDS
+    if engine.flat.has_ema and "ema" in checkpoint.tensors:
+        kinds = (*kinds, "ema")
+    for kind in kinds:
         engine.flat.refuse_other_shapes(kind, checkpoint.tensors[kind], where)
-    for kind in TENSOR_KINDS:
+    for kind in kinds:
         engine.flat.load(kind, checkpoint.tensors[kind], where)
     use_kernels(checkpoint.state.get("kernels", {}))
     engine.restored(OptimizerCounts(**checkpoint.state["optimizer"]))
 
 
-def refuse_other_line(state: Mapping[str, Any], settings: RunSettings, where: str) -> None:
-    """Refuse to continue a checkpoint with settings, threads or an order other than those it was trained with."""
-    refuse_changed_fields(state["settings"], settings, where)
+def refuse_other_line(state: Mapping[str, Any], settings: RunSettings, where: str) -> Changes:
+    """Refuse to continue a checkpoint with settings, threads or an order other than those it was trained with.
+
+    Returns the changes of settings that the line has been through, those that it makes here on purpose included.
+    """
+    changes = settle_changes(state, settings, where)
+    changed_here = {change.field for change in changes.applied if change.update == state["update"]}
     problems = []
-    if state["threads"] != settings.threads and "threads" not in settings.allow_changes:
+    if state["threads"] != settings.threads and "threads" not in changed_here:
         problems.append(f"it was trained with {state['threads']} threads, now {settings.threads}")
     for name in ("order_version", "encoding_version"):
         if state["versions"].get(name) != versions()[name]:
@@ -145,22 +159,12 @@ def refuse_other_line(state: Mapping[str, Any], settings: RunSettings, where: st
             f"it stands inside cycle {position['cycle']} with rows of {position['row_tokens']:,} tokens, run.json now "
             f"says {settings.row_tokens_at(position['cycle']):,} there"
         )
-    begins = _first_new_piece(state["settings"]["tokens_per_update"], settings)
-    if begins is not None and begins < state["tokens"] and "tokens_per_update" not in settings.allow_changes:
-        problems.append(
-            f"tokens_per_update has a new piece from {begins:,} tokens, but the line stands at {state['tokens']:,}"
-        )
     if problems:
         raise Refusal(
             f"{where}: the line cannot go on from here: {'; '.join(problems)}. Put the old value back, or go on with "
             "the nstrain that wrote it."
         )
-
-
-def _first_new_piece(old: Any, settings: RunSettings) -> int | None:
-    """Where the first piece begins that the ramp of run.json has gained since the checkpoint; None if it has not."""
-    known = len(old) if isinstance(old, list) else 1
-    return settings.batch_pieces[known].from_tokens if len(settings.batch_pieces) > known else None
+    return changes
 
 
 def changed_libraries(state: Mapping[str, Any]) -> list[str]:

@@ -6,8 +6,9 @@ micro-batch, L target tokens of a row.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -17,12 +18,17 @@ from torch import Tensor
 
 from nstrain.settings.run import LengthSettings, OptimizerSettings
 from nstrain.train.adamw import Clip, adamw_update, advance_step, clip_by_norm
+from nstrain.train.ema import show_ema, show_weights
 from nstrain.train.flat import FlatParameters
-from nstrain.train.model import DECAYED_GROUPS, IGNORED_TOKEN, TrainableModel, parameter_places
+from nstrain.train.model import DECAYED_GROUPS, IGNORED_TOKEN, ProbedModel, TrainableModel, parameter_places
 from nstrain.train.norms import GradientNorms, gradient_norms
+from nstrain.train.optimizer_summaries import OptimizerSummaries, optimizer_summaries
 
 TokenRows = npt.NDArray[np.int64]
 """Rows of token ids, [rows, L + 1]: inputs are [:, :-1], targets [:, 1:]."""
+
+ProbeReadings = dict[str, dict[str, npt.NDArray[np.float64]]]
+"""What a probe gives, by part and reading: [rows, members]. Empty for a model that has no probe."""
 
 
 @dataclasses.dataclass
@@ -58,8 +64,12 @@ class UpdateReadings:
 class Engine(Protocol):
     """The body that trains. Between two updates it holds no gradient and no other state than what `flat` holds."""
 
+    model: TrainableModel
     flat: FlatParameters
     counts: OptimizerCounts
+    before_apply: Callable[[], None]
+    """Called when masters, moments or their average are about to be written; on a GPU with the stream that will write
+    them as the current one, so that it can be made to wait for an event (a copy of them that is still under way)."""
 
     def set_length(self, length: LengthSettings) -> None:
         """Get ready for rows of one length."""
@@ -67,11 +77,30 @@ class Engine(Protocol):
     def accumulate(self, rows: TokenRows, loss_scale: float) -> None:
         """Forward and backward of one micro-batch of real rows, at most `micro_rows`; gradients add up."""
 
-    def finish(self, learning_rate: float, weight_decay: float) -> UpdateReadings:
-        """Apply the accumulated gradient, or skip it if its norm is not finite, and clear it."""
+    def finish(self, learning_rate: float, weight_decay: float, ema: float | None = None) -> UpdateReadings:
+        """Apply the accumulated gradient, or skip it if its norm is not finite, and clear it.
+
+        `ema` is how far the weights' moving average moves (schedule.ema_step); None leaves it alone. Its first move,
+        however far, is a copy.
+        """
+
+    def token_losses(self, rows: TokenRows) -> npt.NDArray[np.float32]:
+        """Cross-entropy of each target in nats, [rows, L]; rows of any length, all at once.
+
+        Like all readings of the state this touches nothing of it.
+        """
 
     def row_losses(self, rows: TokenRows) -> npt.NDArray[np.float64]:
-        """Mean cross-entropy of each row of a micro-batch in nats, [rows]; nothing of the training state is touched."""
+        """Mean cross-entropy of each row in nats, [rows]."""
+
+    def probe(self, rows: TokenRows, eos_id: int, train_length: int, attention: bool = True) -> ProbeReadings:
+        """What the model's probe says of rows; `attention=False` leaves out what costs most."""
+
+    def optimizer_summaries(self, learning_rate: float) -> OptimizerSummaries:
+        """Sizes of weights, moments and AdamW's next step at a rate, by group and part."""
+
+    def ema_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, all readings are of the moving average; after it every bit is as it was. Only once that has begun."""
 
     def restored(self, counts: OptimizerCounts) -> None:
         """Take up weights and moments that were loaded into `flat`."""
@@ -84,14 +113,16 @@ class EagerEngine:
     and nothing else, so that another engine may run the same pieces in another way (see `graphs.py`).
     """
 
-    def __init__(self, model: TrainableModel, settings: OptimizerSettings) -> None:
+    def __init__(self, model: TrainableModel, settings: OptimizerSettings, with_ema: bool = False) -> None:
+        """`with_ema` makes room for a moving average of the weights."""
         self.model = model
         self.settings = settings
-        self.flat = FlatParameters(parameter_places(model))
+        self.flat = FlatParameters(parameter_places(model), with_ema)
         self.counts = OptimizerCounts()
+        self.before_apply: Callable[[], None] = lambda: None
         self._micro_rows = 0
         self._inputs: dict[tuple[int, int], Tensor] = {}
-        self._loss_scale, self._rate, self._step = (self._scalar(0.0) for _ in range(3))
+        self._loss_scale, self._rate, self._step, self._move = (self._scalar(0.0) for _ in range(4))
         self._decay, self._loss = (self._scalar(0.0, torch.float64) for _ in range(2))
         self._terms: dict[str, Tensor] = {}
         self._norms: GradientNorms | None = None
@@ -147,7 +178,7 @@ class EagerEngine:
         advance_step(self._step, self._clip)
         for group in self.flat.groups:
             decay = self._decay if group.name in DECAYED_GROUPS else None
-            adamw_update(group, self.settings, self._clip, self._step, self._rate, decay)
+            adamw_update(group, self.settings, self._clip, self._step, self._rate, decay, self._move)
         self.model.refresh()
 
     # --- an update -------------------------------------------------------------------------------------------------
@@ -157,19 +188,22 @@ class EagerEngine:
         self._loss_scale.fill_(loss_scale)
         self._micro_batch(self._take_in(rows))
 
-    def finish(self, learning_rate: float, weight_decay: float) -> UpdateReadings:
+    def finish(self, learning_rate: float, weight_decay: float, ema: float | None = None) -> UpdateReadings:
         """Norm, clipped AdamW or the skip, refresh; then the gradient is cleared, whatever was in it."""
-        self._begin_finish(learning_rate, weight_decay)
+        self._begin_finish(learning_rate, weight_decay, ema)
         self._measure()
+        self.before_apply()
         self._apply()
-        return self._read()
+        return self._read(ema)
 
-    def _begin_finish(self, learning_rate: float, weight_decay: float) -> None:
+    def _begin_finish(self, learning_rate: float, weight_decay: float, ema: float | None) -> None:
+        assert ema is None or (self.flat.has_ema and 0 < ema <= 1), f"a move of {ema} of the moving average"
         self._rate.fill_(learning_rate)
         self._decay.fill_(weight_decay)
         self._step.fill_(self.counts.step)
+        self._move.fill_(0.0 if ema is None else ema if self.flat.ema_begun else 1.0)
 
-    def _read(self) -> UpdateReadings:
+    def _read(self, ema: float | None) -> UpdateReadings:
         """Bring the update's readings to the host, in one copy, and start anew."""
         norms, clip = self._norms, self._clip
         assert norms is not None
@@ -182,7 +216,7 @@ class EagerEngine:
             "groups": norms.groups,
             "parts": norms.parts,
         }
-        values = iter(torch.stack([value for kind in read.values() for value in kind.values()]).tolist())
+        values = iter(to_host(torch.stack([value for kind in read.values() for value in kind.values()])))
         found = {kind: {name: next(values) for name in of_kind} for kind, of_kind in read.items()}
         readings = UpdateReadings(
             loss=found["loss"][""],
@@ -195,18 +229,67 @@ class EagerEngine:
         for total in (self._loss, *self._terms.values()):
             total.zero_()
         self.counts = after_update(self.counts, readings.skipped)
+        self.flat.ema_begun = self.flat.ema_begun or (ema is not None and not readings.skipped)
         return readings
+
+    # --- readings of the state -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Where everything that only reads the state runs; none of its tensors may outlive it."""
+        with torch.no_grad():
+            yield
+
+    def token_losses(self, rows: TokenRows) -> npt.NDArray[np.float32]:
+        """Cross-entropy of each target in nats, [rows, L]."""
+        with self._reading("validation"):
+            return self.model.token_losses(self._on_device(rows)).cpu().numpy()
 
     def row_losses(self, rows: TokenRows) -> npt.NDArray[np.float64]:
         """Mean cross-entropy of each row in nats, summed in fp64 on the host in a fixed order."""
-        with torch.no_grad():
-            losses_BL = self.model.token_losses(self._take_in(rows))
-        return losses_BL[: len(rows)].cpu().numpy().astype(np.float64).mean(axis=1)
+        return self.token_losses(rows).astype(np.float64).mean(axis=1)
+
+    def probe(self, rows: TokenRows, eos_id: int, train_length: int, attention: bool = True) -> ProbeReadings:
+        """What the model's probe says of rows, in host memory."""
+        if not isinstance(self.model, ProbedModel):
+            return {}
+        with self._reading("a probe"):
+            found = self.model.probe(self._on_device(rows), eos_id, train_length, attention=attention)
+            return {part: {name: v.cpu().numpy() for name, v in of.items()} for part, of in found.items()}
+
+    def _on_device(self, rows: TokenRows) -> Tensor:
+        return torch.from_numpy(rows).to(self.flat.device)
+
+    def optimizer_summaries(self, learning_rate: float) -> OptimizerSummaries:
+        """Sizes of weights, moments and AdamW's next step at a rate, by group and part."""
+        with self._reading("the optimizer's summary"):
+            return optimizer_summaries(self.flat, self.settings, self.counts.step, learning_rate)
+
+    @contextlib.contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """The moving average in the weights' place, for readings; see ema.py."""
+        assert self.flat.ema_begun, "the moving average has not begun"
+        try:
+            with self._reading("the moving average"):
+                self.before_apply()
+                show_ema(self.flat)
+                self.model.refresh()
+            yield
+        finally:
+            with self._reading("the moving average"):
+                show_weights(self.flat)
+                self.model.refresh()
 
     def restored(self, counts: OptimizerCounts) -> None:
         """Take up weights and moments that were loaded into `flat`."""
         self.counts = dataclasses.replace(counts)
         self.model.refresh()
+
+
+def to_host(readings: Tensor) -> list[float]:
+    """An update's readings; the only place where an update waits for its device."""
+    values: list[float] = readings.tolist()
+    return values
 
 
 def after_update(counts: OptimizerCounts, skipped: bool) -> OptimizerCounts:
@@ -223,10 +306,15 @@ def micro_batches(rows: TokenRows, micro_rows: int) -> Iterator[TokenRows]:
 
 
 def train_update(
-    engine: Engine, rows: TokenRows, micro_rows: int, learning_rate: float, weight_decay: float
+    engine: Engine,
+    rows: TokenRows,
+    micro_rows: int,
+    learning_rate: float,
+    weight_decay: float,
+    ema: float | None = None,
 ) -> UpdateReadings:
     """One whole update on its rows; the loss is the mean over all its target tokens."""
     loss_scale = 1.0 / (rows.shape[0] * (rows.shape[1] - 1))
     for batch in micro_batches(rows, micro_rows):
         engine.accumulate(batch, loss_scale)
-    return engine.finish(learning_rate, weight_decay)
+    return engine.finish(learning_rate, weight_decay, ema)

@@ -5,9 +5,9 @@ So a buffer's length is a multiple of 8 x 128 elements - it can be cut evenly ov
 aligned - and no block of the gradient norm holds two parameters. The gaps are zero and stay zero: no gradient reaches
 them, and AdamW keeps a zero with zero moments where it is.
 
-Masters, gradients and moments are fp32. A parameter computes in the dtype the model gave it: if that is fp32 (on a CPU)
-the parameter *is* a view of its master; otherwise the group has one more buffer, rounded from the masters after each
-update, and the parameter is a view of that.
+Masters, gradients, moments and the weights' moving average, if the line has one, are fp32. A parameter computes in the
+dtype the model gave it: if that is fp32 (on a CPU) the parameter *is* a view of its master; otherwise the group has one
+more buffer, rounded from the masters after each update, and the parameter is a view of that.
 
 On disk nothing of this layout shows: tensors are exported and imported by parameter name.
 """
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 ALIGNMENT = 1024
 """Elements at whose multiples parameters begin."""
 
-TensorKind = Literal["weights", "exp_avg", "exp_avg_sq"]
+TensorKind = Literal["weights", "exp_avg", "exp_avg_sq", "ema"]
 TENSOR_KINDS: tuple[TensorKind, ...] = ("weights", "exp_avg", "exp_avg_sq")
-"""What a checkpoint holds of every parameter, in fp32: the masters and AdamW's two moments."""
+"""What every checkpoint holds of every parameter, in fp32: the masters and AdamW's two moments."""
 
 Arrays = dict[str, npt.NDArray[np.float32]]
 
@@ -62,7 +62,7 @@ class Slice:
 class FlatGroup:
     """The buffers of one optimizer group."""
 
-    def __init__(self, name: str, places: Sequence[ParameterPlace]) -> None:
+    def __init__(self, name: str, places: Sequence[ParameterPlace], with_ema: bool = False) -> None:
         first = places[0].parameter
         for place in places:
             if place.parameter.dtype != first.dtype or place.parameter.device != first.device:
@@ -76,12 +76,17 @@ class FlatGroup:
         """First and last element (exclusive) of each part, gaps included; together they cover the buffer."""
         zeros = lambda: torch.zeros(elements, dtype=torch.float32, device=first.device)  # noqa: E731
         self.master, self.main_grad, self.exp_avg, self.exp_avg_sq = zeros(), zeros(), zeros(), zeros()
+        self.ema = zeros() if with_ema else None
+        """The masters' moving average; zeros until it begins."""
         self.compute = self.master if first.dtype == torch.float32 else self.master.to(first.dtype)
         for place, cut in zip(places, self.slices, strict=True):
             _move_into(place.parameter, cut, self)
 
     def buffer(self, kind: TensorKind) -> Tensor:
         """The fp32 buffer that a checkpoint calls `kind`."""
+        if kind == "ema":
+            assert self.ema is not None, "this line has no moving average of its weights"
+            return self.ema
         return {"weights": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}[kind]
 
     def refresh_compute(self) -> None:
@@ -93,9 +98,13 @@ class FlatGroup:
 class FlatParameters:
     """All of a model's parameters in flat buffers. Building it moves them there, values unchanged."""
 
-    def __init__(self, places: Sequence[ParameterPlace]) -> None:
+    def __init__(self, places: Sequence[ParameterPlace], with_ema: bool = False) -> None:
         names = dict.fromkeys(place.group for place in places)
-        self.groups = tuple(FlatGroup(n, [place for place in places if place.group == n]) for n in names)
+        self.groups = tuple(FlatGroup(n, [place for place in places if place.group == n], with_ema) for n in names)
+        self.has_ema = with_ema
+        """Whether there are buffers for a moving average of the weights."""
+        self.ema_begun = False
+        """Whether that average has begun: from then on it is part of the line's state."""
         self.part_names = tuple(dict.fromkeys(part for group in self.groups for part in group.parts))
         """Parts in the order they appear in the buffers."""
         self.device = self.groups[0].master.device
@@ -106,6 +115,11 @@ class FlatParameters:
     def elements(self) -> int:
         """Parameters of the model, gaps not counted."""
         return sum(cut.elements for group in self.groups for cut in group.slices)
+
+    @property
+    def kinds(self) -> tuple[TensorKind, ...]:
+        """What a checkpoint of the present state holds: TENSOR_KINDS, and `ema` once that has begun."""
+        return (*TENSOR_KINDS, "ema") if self.ema_begun else TENSOR_KINDS
 
     def export(self, kind: TensorKind) -> Arrays:
         """Host copies by parameter name, which later updates do not touch."""
@@ -133,13 +147,17 @@ class FlatParameters:
             raise Refusal(f"{where}: {kind} of parameter {name!r}: {problem}; it belongs to another model")
 
     def load(self, kind: TensorKind, arrays: Mapping[str, npt.NDArray[np.float32]], where: str) -> None:
-        """Set one kind of tensor from arrays by parameter name. Raises `Refusal` before anything is changed."""
+        """Set one kind of tensor from arrays by parameter name. Raises `Refusal` before anything is changed.
+
+        A moving average that is loaded has begun.
+        """
         self.refuse_other_shapes(kind, arrays, where)
         for group in self.groups:
             for cut in group.slices:
-                cut.of(group.buffer(kind)).copy_(torch.tensor(arrays[cut.name]))
+                cut.of(group.buffer(kind)).copy_(torch.from_numpy(np.asarray(arrays[cut.name])))
             if kind == "weights":
                 group.refresh_compute()
+        self.ema_begun = self.ema_begun or kind == "ema"
 
 
 def _lay_out(places: Sequence[ParameterPlace]) -> tuple[Slice, ...]:

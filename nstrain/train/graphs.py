@@ -13,13 +13,12 @@ longer was made before (parameters, moments, inputs, sums). Graphs never run at 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,7 +27,7 @@ from nstrain.gpu.arena import Arena, ArenaTooSmall, arena_stream
 from nstrain.settings.run import LengthSettings, OptimizerSettings
 from nstrain.train.engine import EagerEngine, OptimizerCounts, TokenRows, UpdateReadings
 from nstrain.train.model import IGNORED_TOKEN, TrainableModel
-from nstrain.train.norms import StretchTable
+from nstrain.train.norms import stretch_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +42,19 @@ class _Shape:
 class GraphEngine(EagerEngine):
     """`EagerEngine`, captured. Needs a CUDA device."""
 
-    def __init__(self, model: TrainableModel, settings: OptimizerSettings, hold_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        model: TrainableModel,
+        settings: OptimizerSettings,
+        hold_bytes: int | None = None,
+        with_ema: bool = False,
+    ) -> None:
         """`hold_bytes` is what the arena holds beforehand: by default all that is free but a slack."""
         with torch.cuda.stream(arena_stream()):
             # Autograd runs what it does for a parameter on the stream that was current when its hook was registered.
-            super().__init__(model, settings)
+            super().__init__(model, settings, with_ema)
             # Made here and not when the norms are first taken: in the arena an earlier graph would write over it.
-            self.flat.stretches = StretchTable(self.flat)
+            stretch_table(self.flat)
         self._arena: Arena | None = None
         self._hold_bytes = hold_bytes
         self._micro_graphs: dict[_Shape, torch.cuda.CUDAGraph] = {}
@@ -71,25 +76,23 @@ class GraphEngine(EagerEngine):
             self._loss_scale.fill_(loss_scale)
             self._micro_graphs[shape].replay()
 
-    def finish(self, learning_rate: float, weight_decay: float) -> UpdateReadings:
+    def finish(self, learning_rate: float, weight_decay: float, ema: float | None = None) -> UpdateReadings:
         """Norm, clipped AdamW or the skip, refresh and the cleared gradient: replays of two graphs."""
         assert self._update_graphs is not None, "an update has at least one micro-batch"
+        norms, apply = self._update_graphs
         with torch.cuda.stream(self._opened_arena().stream):
-            self._begin_finish(learning_rate, weight_decay)
-            for graph in self._update_graphs:
-                graph.replay()
-            return self._read()
+            self._begin_finish(learning_rate, weight_decay, ema)
+            norms.replay()
+            self.before_apply()
+            apply.replay()
+            return self._read(ema)
 
-    def row_losses(self, rows: TokenRows) -> npt.NDArray[np.float64]:
-        """As the eager engine's, in the arena's memory."""
-        tokens = self._inputs_of((self._micro_rows, rows.shape[1]))
-        with self._opened_arena().memory():
-            self._fill(tokens, rows)
-            losses_BL = self.model.token_losses(tokens)
-            host = losses_BL[: len(rows)].cpu().numpy().astype(np.float64)
-            del losses_BL
-        self._refuse_growth("validation")
-        return host.mean(axis=1)
+    @contextlib.contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """In the arena's memory, on its stream."""
+        with self._opened_arena().memory(), torch.no_grad():
+            yield
+        self._refuse_growth(what)
 
     def restored(self, counts: OptimizerCounts) -> None:
         """Take up weights and moments that were loaded into `flat`, on another stream than the graphs'."""
@@ -152,7 +155,7 @@ class GraphEngine(EagerEngine):
 
     def _warm_up_update(self) -> None:
         """Norms and AdamW once, as a skip: a NaN in the gradient keeps every byte of weights and moments."""
-        self._begin_finish(0.0, 0.0)
+        self._begin_finish(0.0, 0.0, None)
         self.flat.groups[0].main_grad[:1].fill_(math.nan)
         with self._opened_arena().memory():
             self._measure()

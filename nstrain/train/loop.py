@@ -13,35 +13,38 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from nstrain.base.errors import ExitCode, NstrainError
+from nstrain.base.errors import ExitCode, GpuTaken, NeedsOperator, Refusal
 from nstrain.base.killpoints import kill_point
-from nstrain.data.consumers import write_consumer
 from nstrain.data.line import DataLine
 from nstrain.data.rows import CycleRows
-from nstrain.data.val import ValidationRow, ValidationRows
-from nstrain.line.checkpoint import BackgroundWriter
+from nstrain.gpu.held import HeldGpu
 from nstrain.line.paths import LinePaths
-from nstrain.line.retention import apply_retention
 from nstrain.line.state_files import Heartbeat, Stage, write_heartbeat
+from nstrain.record.alarms import LossWatch
 from nstrain.record.journal import Journal
 from nstrain.settings.run import RunSettings
-from nstrain.train.checkpointing import CycleOrder, LineState, make_checkpoint, refuse_other_order
-from nstrain.train.engine import Engine, UpdateReadings, train_update
+from nstrain.train.alarming import Alarming
+from nstrain.train.checkpointing import CycleOrder, LineState, refuse_other_order
+from nstrain.train.engine import Engine, TokenRows, UpdateReadings, train_update
 from nstrain.train.feed import RowFeed
+from nstrain.train.memory_errors import OutOfMemory, memory_told
 from nstrain.train.plan import Update, plan_update
-from nstrain.train.readings import Rates, Row, printed, start_row, update_row
-from nstrain.train.schedule import learning_rate, weight_decay
+from nstrain.train.readings import Rates, Row, start_row, update_row
+from nstrain.train.run_log import printed, validation_lines
+from nstrain.train.saving import Saver
+from nstrain.train.schedule import ema_step, learning_rate, weight_decay
 from nstrain.train.stopping import StopRequests
-from nstrain.train.validation import validate
+from nstrain.train.validation import Moment, Validation
 
 DATA_POLL_S = 0.5
 """How often a trainer that waits for a cycle looks for it."""
+
+VALIDATING_BEAT_S = 1.0
+"""How often a long validation shows that it goes on."""
 
 
 @dataclasses.dataclass
@@ -65,20 +68,24 @@ class Trainer:
         journal: Journal,
         stop: StopRequests,
         state: LineState,
+        gpu: HeldGpu | None = None,
     ) -> None:
-        """`state` is where the line stands and `engine` holds what belongs to it."""
+        """`state` is where the line stands, `engine` holds what belongs to it, `gpu` is the line's if it has one."""
         self.paths, self.settings, self.data = paths, settings, data
         self.engine, self.journal, self.stop = engine, journal, stop
-        self.state = state
+        self.state, self.gpu = state, gpu
         self._cycle: _OpenCycle | None = None
         self._row_tokens = 0
-        self._validation_rows: dict[int, tuple[ValidationRow, ...]] = {}
-        self._writer = BackgroundWriter(paths, self._committed)
-        self._newest_checkpoint: str | None = None
-        self._saved_update: int | None = None
-        self._saved_at = time.monotonic()
+        self._validation = Validation(engine, settings, data, self._still_validating)
+        self._losses = LossWatch.at(journal, state.position.update)
+        self._alarming = Alarming(paths, settings)
+        self._problems: list[str] = []
+        """What is wrong with the readings of the row in the making."""
+        self._saver = Saver(paths, settings, data.work, engine)
         self._launched_at = time.monotonic()
         self._launch_tokens = state.tokens
+        self._leaving = False
+        """Whether the next checkpoint is the last of this process."""
         self._heartbeat = Heartbeat(
             time.time(), os.getpid(), "starting", state.position.update, state.tokens, data.total_tokens
         )
@@ -87,19 +94,16 @@ class Trainer:
 
     def start(self) -> None:
         """Begin a new line: the first validation as row 0, then the checkpoint of the line's start, durable."""
+        self._saver.open(None, self.state)
         self._set_length(self.settings.row_tokens_at(1))
         row = start_row(1, self._row_tokens)
-        self._commit(0, row | self._validate(1))
-        self._checkpoint("start")
+        self._commit(0, row | self._validate(self._moment(1, learning_rate(self.settings.learning_rate, 0))))
         # Update 1 is recorded only after this one is on disk: a journal beyond 0 proves that checkpoints were lost.
-        self._writer.wait()
+        self._save_now("start")
 
     def resume(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, which the engine holds already."""
-        self._saved_update = self.state.position.update
-        self._newest_checkpoint = checkpoint.name
-        # Killed between a commit and this entry, the last launch left it one checkpoint behind.
-        self._write_consumer(self.state.position.cycle, self.state.position.row, self.state.tokens)
+        self._saver.open(checkpoint, self.state)
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -110,10 +114,12 @@ class Trainer:
         written, a data line that is not what it was.
         """
         while not self._finished():
-            self._writer.poll()
-            if self.stop.reason() is not None:
+            self._saver.poll()
+            if self.stop.reason_at(self.state.position.cycle) is not None:
                 return self._leave_early()
+            self._yield_taken_gpu()
             self._refuse_endless_skips()
+            self._saver.stop_on_full_disk(self.state)
             cycle = self._open_cycle()
             if cycle is None:
                 return self._leave_early()
@@ -123,10 +129,8 @@ class Trainer:
     def close(self) -> None:
         """End the threads; only then may the line's lock be given back. Never raises a writer's error: it prints it."""
         self._close_cycle()
-        try:
-            self._writer.wait()
-        except Exception as error:
-            print(f"the checkpoint that was being written is lost: {error}", flush=True)
+        self._saver.close()
+        self._alarming.close()
 
     def _finished(self) -> bool:
         count = self.data.cycle_count
@@ -147,24 +151,51 @@ class Trainer:
             learning_rate(self.settings.learning_rate, update.tokens_after),
             weight_decay(self.settings.optimizer, update.batch_tokens),
         )
-        readings = train_update(self.engine, rows, self._micro_rows, rates.learning_rate, rates.weight_decay)
+        self._warm_probes(update, rates)
+        readings = self._trained(update, rows, rates)
         update_s = time.monotonic() - began
-        self.state = LineState(update.position_after, update.tokens_after, self.state.generation, cycle.order)
+        self.state = dataclasses.replace(
+            self.state,
+            position=update.position_after,
+            tokens=update.tokens_after,
+            generation=self.journal.generation_at(update.number),
+            order=cycle.order,
+        )
         kill_point("train:update done")
 
         row = update_row(update, readings, rates, self._rows_by_source(cycle, update), update_s)
+        row |= self._losses.read(row)
         self._note(update, readings, rates, row["perf/tokens_per_s"])
         ends_line = update.ends_cycle and self._is_last_cycle(update.cycle)
         # At every cycle's end, the schedule's included: what is validated must not depend on a later extension.
         if update.number % self.settings.validation.every_updates == 0 or update.ends_cycle:
-            row |= self._validate(update.cycle)
+            row |= self._validate(self._moment(update.cycle, rates.learning_rate))
         self._commit(update.number, row)
         kill_point("train:row committed")
-        if reason := self._checkpoint_due(update, ends_line):
-            self._checkpoint(reason)
+        if reason := self._saver.due(update, ends_line):
+            self.beat("saving")
+            self._saver.save(self.state, reason)
         self.beat("training")
         if update.ends_cycle:
             self._close_cycle()
+
+    def _trained(self, update: Update, rows: TokenRows, rates: Rates) -> UpdateReadings:
+        """The update itself. One that does not find its memory leaves the state as it was, and that is saved."""
+        what = f"update {update.number}, with micro-batches of {self._micro_rows} x {update.row_tokens:,} tokens,"
+        ema = ema_step(self.settings.ema, update)
+        try:
+            with memory_told(what, self._less_memory()):
+                return train_update(self.engine, rows, self._micro_rows, rates.learning_rate, rates.weight_decay, ema)
+        except OutOfMemory:
+            self._save_now("stop")
+            raise
+
+    def _less_memory(self) -> str:
+        """What to do if the present shape does not fit."""
+        return (
+            f"Set fewer micro_rows, or recompute more, in run.json's lengths['{self._row_tokens}']; `nstrain tune RUN` "
+            "finds the fastest that fits (with --measure-only for a line that has trained)"
+        )
 
     def _rows_by_source(self, cycle: _OpenCycle, update: Update) -> dict[str, int]:
         names = self.data.source_names
@@ -174,8 +205,8 @@ class Trainer:
     def _refuse_endless_skips(self) -> None:
         skips, limit = self.engine.counts.consecutive_skips, self.settings.guards.max_consecutive_skips
         if skips >= limit:
-            self._checkpoint_here("rolling")
-            raise NstrainError(
+            self._save_now("rolling")
+            raise NeedsOperator(
                 f"{skips} updates in a row were skipped because their gradient norm is not finite "
                 f"(guards.max_consecutive_skips is {limit}); the weights are as they were before the first of them. Go "
                 "back to an earlier checkpoint, or raise the limit in run.json to go on past them"
@@ -206,7 +237,7 @@ class Trainer:
         print(f"waiting for {what} to be prepared", flush=True)
         while not self.data.is_ready(number):
             self.beat("waiting_data", waiting_for=what, waiting_since=since)
-            self._writer.poll()
+            self._saver.poll()
             if self.stop.wait(DATA_POLL_S):
                 return False
         print(f"{what} is ready after {time.time() - since:.1f} s", flush=True)
@@ -234,72 +265,72 @@ class Trainer:
 
     # ---- validation, journal, checkpoints --------------------------------------------------------------------------
 
-    def _validate(self, cycle: int) -> Row:
-        """Validate at the present row length; the mix is weighted by the recipe of the cycle just trained."""
-        self.beat("validating")
-        began = time.monotonic()
-        if self._row_tokens not in self._validation_rows:
-            wanted = self.settings.validation.rows_per_source
-            self._validation_rows[self._row_tokens] = ValidationRows.open(self.data, self._row_tokens, wanted).rows
+    def _moment(self, cycle: int, rate: float) -> Moment:
+        """Now, at the present row length, with the recipe of the cycle just trained and the last update's rate."""
         plan = self.data.cycle_plan(cycle)
         recipe = dict(zip(plan.sources, plan.shares, strict=True))
-        readings = validate(self.engine, self._validation_rows[self._row_tokens], self._micro_rows, recipe)
-        return readings | {"time/validation_s": time.monotonic() - began}
+        return Moment(self._row_tokens, self._micro_rows, recipe, rate)
+
+    def _validate(self, moment: Moment) -> Row:
+        """A validation's readings. Others than the line must have are refused before it trains, and told after."""
+        self.beat("validating")
+        with memory_told(f"the validation after update {self.state.position.update}", self._less_memory()):
+            row = self._validation.read(moment)
+        if problem := self._validation.other_names(row, moment):
+            if self.state.position.update == 0:
+                raise Refusal(problem)
+            self._problems.append(problem)
+        return row
+
+    def _warm_probes(self, update: Update, rates: Rates) -> None:
+        """On a GPU, before a capture: the memory and the kernels of the probes, once at each length."""
+        if self.settings.device != "cuda":
+            return
+        with memory_told("a row through each probe", self._less_memory()):
+            row = self._validation.warm(self._moment(update.cycle, rates.learning_rate))
+        if row:
+            print("\n".join(["one row through each probe:", *validation_lines(row)]), flush=True)
+
+    def _still_validating(self) -> None:
+        if time.time() - self._heartbeat.time >= VALIDATING_BEAT_S:
+            self.beat("validating")
 
     def _commit(self, update: int, row: Row) -> None:
         """Record an update; one that was recorded before is compared with its row."""
         row["time/wall"] = time.time()
-        found = self.journal.commit(self.state.generation, update, row)
+        found = self.journal.commit(update, row)
         if found == "different":
             print(f"u{update}: differs from the row recorded before; both are kept (see `nstrain status`)", flush=True)
+        alarms = self._alarming.alarms(update, row, self._problems)
+        self._problems.clear()
         validated = any(name.startswith("val_") for name in row)
-        if validated or update % self.settings.print_every == 0 or row["skipped"] or row["smaller"]:
-            print(printed(update, row), flush=True)
+        if validated or alarms or update % self.settings.print_every == 0 or row["skipped"] or row["smaller"]:
+            print(printed(update, row, alarms), flush=True)
 
-    def _checkpoint_due(self, update: Update, ends_line: bool) -> str | None:
-        """Why to save after an update, or None."""
-        if ends_line:
-            return "end"
-        if update.ends_cycle:
-            following = self.settings.row_tokens_at(update.cycle + 1)
-            return "cycle_end" if following == update.row_tokens else "length_change"
-        every = self.settings.checkpoints
-        by_count = every.every_updates is not None and update.number % every.every_updates == 0
-        by_time = every.every_minutes is not None and time.monotonic() - self._saved_at >= 60 * every.every_minutes
-        return "rolling" if by_count or by_time else None
-
-    def _checkpoint(self, reason: str) -> None:
-        """Copy the state to the host and have it written in the background (after a write that is under way)."""
-        self.beat("saving")
-        self._writer.wait()
-        self._writer.submit(make_checkpoint(self.engine, self.settings, self.state, reason))
-        self._saved_update, self._saved_at = self.state.position.update, time.monotonic()
-
-    def _checkpoint_here(self, reason: str) -> None:
+    def _save_now(self, reason: str) -> None:
         """Have the present state on disk when this returns."""
-        if self._saved_update != self.state.position.update:
-            self._checkpoint(reason)
-        self._writer.wait()
-
-    def _committed(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Runs in the writer's thread once a checkpoint is durable and `latest` names it."""
-        self._write_consumer(state["position"]["cycle"], state["position"]["row"], state["tokens"])
-        for name in apply_retention(self.paths, self.settings.checkpoints.keep_last):
-            print(f"checkpoint {name} removed", flush=True)
-        self._newest_checkpoint = path.name
-
-    def _write_consumer(self, cycle: int, row: int, tokens: int) -> None:
-        write_consumer(self.data.work, self.settings.id, cycle, row, tokens, self.paths.root)
+        self.beat("saving")
+        self._saver.save_now(self.state, reason)
 
     # ---- leaving, and being seen -----------------------------------------------------------------------------------
 
+    def _yield_taken_gpu(self) -> None:
+        """Save and raise `GpuTaken` if another process is on the GPU."""
+        others = None if self.gpu is None else self.gpu.taken_by(self.state.position.update)
+        if others is not None:
+            print(f"{others}: saving, to make room", flush=True)
+            self._leaving = True
+            self._save_now("stop")
+            raise GpuTaken(f"{others}; saved at u{self.state.position.update}, to go on once the GPU is free")
+
     def _leave_early(self) -> ExitCode:
-        print(f"stopping: {self.stop.reason()}", flush=True)
-        self._checkpoint_here("stop")
+        print(f"stopping: {self.stop.reason_at(self.state.position.cycle)}", flush=True)
+        self._leaving = True
+        self._save_now("stop")
         return self._leave(ExitCode.STOPPED, "stopping")
 
     def _leave(self, code: ExitCode, stage: Stage) -> ExitCode:
-        self._writer.wait()
+        self._saver.wait()
         self.beat(stage)
         print(f"{code.name.lower()} at u{self.state.position.update}, {self.state.tokens:,} tokens", flush=True)
         return code
@@ -324,13 +355,18 @@ class Trainer:
         )
 
     def beat(self, stage: Stage, waiting_for: str | None = None, waiting_since: float | None = None) -> None:
-        """Write the heartbeat: what this process does now."""
+        """Write the heartbeat: what this process does now, and within how long the next one comes."""
+        if self._leaving and stage == "saving":
+            stage = "stopping"  # which has a bound of its own
         self._heartbeat = dataclasses.replace(
             self._heartbeat,
             time=time.time(),
             stage=stage,
-            checkpoint=self._newest_checkpoint,
+            checkpoint=self._saver.newest,
             waiting_for=waiting_for,
             waiting_since=waiting_since,
+            budget_s=self.settings.guards.budget_s(stage),
+            gpu_others=None if self.gpu is None else self.gpu.others,
+            slow_saving=self._saver.slow,
         )
         write_heartbeat(self.paths, self._heartbeat)

@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,22 @@ class TrainableModel(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter once, in the model's own order."""
+
+    def absent_readings(self) -> Mapping[str, str]:
+        """Readings of layers that the model does not have, by name (KIND/* for all of a kind), and why."""
+
+
+@runtime_checkable
+class ProbedModel(Protocol):
+    """A model that can be asked what its layers do on some rows; see docs/reference/metrics.md."""
+
+    def probe(
+        self, tokens: Tensor, eos_id: int, train_length: int, *, attention: bool
+    ) -> Mapping[str, Mapping[str, Tensor]]:
+        """Readings of rows [B, L + 1] by part and name, [B, members] each, in float64."""
+
+    def probe_members(self) -> Mapping[str, Mapping[str, int]]:
+        """What a probe gives, by part and name, and the number of members; <k> for the number of a segment or bin."""
 
 
 class DecodableModel(Protocol):
@@ -150,11 +166,17 @@ def use_kernels(table: Mapping[str, Any]) -> None:
         _package().use_kernels(table)
 
 
+def longest_row(settings: RunSettings) -> int | None:
+    """The longest row that the model reads, in tokens; None for a model that does not say."""
+    longest = settings.model.config.get("rope_max_seq_len")
+    return longest if isinstance(longest, int) else None
+
+
 def refuse_long_rows(settings: RunSettings) -> None:
     """Raise `Refusal` if rows of run.json are longer than the model reads."""
-    longest = settings.model.config.get("rope_max_seq_len")
+    longest = longest_row(settings)
     for piece in settings.rows:
-        if isinstance(longest, int) and piece.row_tokens > longest:
+        if longest is not None and piece.row_tokens > longest:
             raise Refusal(
                 f"run.json: field 'rows': rows of {piece.row_tokens:,} tokens from cycle {piece.from_cycle} on, but "
                 f"the model reads {longest:,} at most (model.config.rope_max_seq_len)"

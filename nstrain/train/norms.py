@@ -97,11 +97,16 @@ class StretchTable:
         self.of_part = torch.tensor([[o[1] == name for o in owners] for name in self.parts], device=flat.device)
 
 
+def stretch_table(flat: FlatParameters) -> StretchTable:
+    """The table of a model's buffers, made once; before any capture, since copies from the host cannot be captured."""
+    flat.stretches = flat.stretches or StretchTable(flat)
+    return flat.stretches
+
+
 def _norms_by_kernels(flat: FlatParameters) -> GradientNorms:
     from nstrain.train.optimizer_kernels import node_sums, stretch_sums
 
-    # Made once, before any capture: copies from the host cannot be captured.
-    table = flat.stretches = flat.stretches or StretchTable(flat)
+    table = stretch_table(flat)
     nodes = torch.cat([node_sums(group.main_grad, NODE) for group in flat.groups])
     cells = stretch_sums(nodes, table.firsts, table.lasts)
     groups, parts = (torch.where(owned, cells, 0.0).sum(1).sqrt() for owned in (table.of_group, table.of_part))

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -19,18 +19,19 @@ from nstrain.base.errors import Refusal
 from nstrain.data.line import DataLine
 from nstrain.data.order import refuse_row_length
 from nstrain.data.val import ValidationRows
+from nstrain.gpu.held import HeldGpu
+from nstrain.gpu.lease import this_gpu
+from nstrain.gpu.readings import GpuSource, gpu_of
 from nstrain.line.checkpoint import (
     discard_partial_writes,
-    load_checkpoint,
-    newest_good,
+    load_newest_good,
     refuse_lost_checkpoints,
 )
 from nstrain.line.paths import LinePaths
 from nstrain.line.state_files import Heartbeat, read_heartbeat, write_heartbeat
-from nstrain.record.journal import Journal
+from nstrain.record.journal import FIRST_GENERATION, Journal
 from nstrain.settings.run import METRICS_VERSION, RunSettings, load_run
 from nstrain.train.checkpointing import (
-    FIRST_GENERATION,
     LineState,
     changed_libraries,
     refuse_other_line,
@@ -38,22 +39,26 @@ from nstrain.train.checkpointing import (
     restore,
 )
 from nstrain.train.determinism import enter_deterministic_mode
+from nstrain.train.device import refuse_missing_device
 from nstrain.train.engine import EagerEngine
 from nstrain.train.loop import Trainer
-from nstrain.train.model import TrainableModel, build, refuse_long_rows
+from nstrain.train.model import TrainableModel, build, refuse_long_rows, use_kernels
 from nstrain.train.plan import Position
 from nstrain.train.stopping import StopRequests
+from nstrain.train.tuned_kernels import tuned_kernels
 
 ORPHAN_WAIT_S = 60.0
 """How long a trainer waits for one that another supervisor left behind to save and leave."""
 
 
 @contextlib.contextmanager
-def opened_trainer(paths: LinePaths, stop: StopRequests) -> Iterator[Trainer]:
-    """The line's trainer, ready to run, holding the line's lock and its journal.
+def opened_trainer(
+    paths: LinePaths, stop: StopRequests, gpu: Callable[[RunSettings], GpuSource | None] = gpu_of
+) -> Iterator[Trainer]:
+    """The line's trainer, ready to run, holding the line's lock, its journal and its GPU; `gpu` says how that is read.
 
-    Raises `Refusal` for settings, data or checkpoints that do not belong together, and `NstrainError` if another
-    trainer holds the line for longer than ORPHAN_WAIT_S.
+    Raises `Refusal` for settings, data or checkpoints that do not belong together, `GpuTaken` if somebody else is on
+    the GPU, and `NstrainError` if another trainer holds the line for longer than ORPHAN_WAIT_S.
     """
     settings = load_run(paths.run_json)
     lock = FileLock(paths.trainer_lock)
@@ -62,12 +67,13 @@ def opened_trainer(paths: LinePaths, stop: StopRequests) -> Iterator[Trainer]:
         print(f"waiting up to {ORPHAN_WAIT_S:.0f} s for trainer {pid} of this line to end", flush=True)
 
     with lock.acquire(f"the trainer of {paths.root}", ORPHAN_WAIT_S, tell):
-        _show_start(paths)
+        _show_start(paths, settings.guards.start_s)
         enter_deterministic_mode(settings.threads)
         data = DataLine.open(Path(settings.data.work))
         refuse_unfit_settings(settings, data)
+        held = _held_gpu(paths, settings, gpu(settings))
         with Journal.open(paths.journal, METRICS_VERSION) as journal:
-            trainer, newest = _make_trainer(paths, settings, data, journal, stop)
+            trainer, newest = _make_trainer(paths, settings, data, journal, stop, held)
             try:
                 if newest is None:
                     trainer.start()
@@ -78,11 +84,27 @@ def opened_trainer(paths: LinePaths, stop: StopRequests) -> Iterator[Trainer]:
                 trainer.close()
 
 
-def _show_start(paths: LinePaths) -> None:
+def _held_gpu(paths: LinePaths, settings: RunSettings, source: GpuSource | None) -> HeldGpu | None:
+    """The line's GPU, taken before anything touches it; None for a line on the CPU."""
+    if source is None:
+        return None
+    held = HeldGpu.take(paths.root, source, settings.guards.gpu_check_every, _reserved_bytes)
+    print(f"{held.uuid} is leased", flush=True)
+    if settings.device == "cuda":
+        held.confirm(this_gpu())
+    return held
+
+
+def _reserved_bytes() -> int:
+    """Memory that this process holds on the GPU."""
+    return torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
+
+
+def _show_start(paths: LinePaths, budget_s: float) -> None:
     """The first heartbeat of this process: it starts, from where the last one was seen."""
     seen = read_heartbeat(paths) or Heartbeat(0.0, 0, "starting", 0, 0)
-    now = dataclasses.replace(seen, time=time.time(), pid=os.getpid(), stage="starting")
-    write_heartbeat(paths, dataclasses.replace(now, waiting_for=None, waiting_since=None))
+    now = dataclasses.replace(seen, time=time.time(), pid=os.getpid(), stage="starting", budget_s=budget_s)
+    write_heartbeat(paths, dataclasses.replace(now, waiting_for=None, waiting_since=None, gpu_others=None))
 
 
 def refuse_unfit_settings(settings: RunSettings, data: DataLine) -> None:
@@ -99,41 +121,45 @@ def refuse_unfit_settings(settings: RunSettings, data: DataLine) -> None:
         ValidationRows.open(data, piece.row_tokens, settings.validation.rows_per_source)
 
 
-def refuse_missing_device(settings: RunSettings) -> None:
-    """Raise `Refusal` if run.json names a device that this machine does not have; occupies none."""
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise Refusal("run.json: field 'device' is 'cuda', but torch finds no CUDA device here")
-
-
 def make_engine(model: TrainableModel, settings: RunSettings) -> EagerEngine:
     """The engine of run.json's device: graphs on a GPU, eager on a CPU."""
     if settings.device == "cuda":
         from nstrain.train.graphs import GraphEngine
 
-        return GraphEngine(model, settings.optimizer)
-    return EagerEngine(model, settings.optimizer)
+        return GraphEngine(model, settings.optimizer, with_ema=settings.ema is not None)
+    return EagerEngine(model, settings.optimizer, with_ema=settings.ema is not None)
 
 
 def _make_trainer(
-    paths: LinePaths, settings: RunSettings, data: DataLine, journal: Journal, stop: StopRequests
+    paths: LinePaths,
+    settings: RunSettings,
+    data: DataLine,
+    journal: Journal,
+    stop: StopRequests,
+    gpu: HeldGpu | None,
 ) -> tuple[Trainer, Path | None]:
     """The trainer and the checkpoint it goes on from; None for a line that has not begun."""
     for line in discard_partial_writes(paths):
         print(line, flush=True)
-    newest = newest_good(paths, warn=lambda message: print(message, flush=True))
+    found = load_newest_good(paths, warn=lambda message: print(message, flush=True))
+    newest, checkpoint = found or (None, None)
     refuse_lost_checkpoints(paths, newest, journal.last_update())
-    checkpoint = None if newest is None else load_checkpoint(newest)
     state = LineState(Position(0, 1, 0), 0, FIRST_GENERATION, None)
     if checkpoint is not None:
         state = LineState.from_json(checkpoint.state)
-        refuse_other_line(checkpoint.state, settings, str(newest))
+        before, changes = state.changes, refuse_other_line(checkpoint.state, settings, str(newest))
+        for change in changes.applied[len(before.applied) :]:
+            print(f"changed on purpose after update {change.update}: {change.describe()}", flush=True)
+        state = dataclasses.replace(state, changes=changes)
         refuse_other_manifest(state, data)
-        for change in changed_libraries(checkpoint.state):
-            print(f"the line's libraries changed, its bits may: {change}", flush=True)
+        for library in changed_libraries(checkpoint.state):
+            print(f"the line's libraries changed, its bits may: {library}", flush=True)
+    else:
+        use_kernels(tuned_kernels(paths))
     model = build(settings.model, data.vocab_size, settings.device, settings.seed)
     engine = make_engine(model, settings)
     print(f"{engine.flat.elements:,} parameters on {settings.device}, {settings.threads} threads", flush=True)
     if checkpoint is not None and newest is not None:
         restore(engine, checkpoint, str(newest))
         print(f"going on from {newest.name}: cycle {state.position.cycle}, row {state.position.row}", flush=True)
-    return Trainer(paths, settings, data, engine, journal, stop, state), newest
+    return Trainer(paths, settings, data, engine, journal, stop, state, gpu), newest

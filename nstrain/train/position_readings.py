@@ -23,22 +23,33 @@ TokenArray = npt.NDArray[np.int64]
 
 def document_losses(losses_nL: FloatArray, tokens: TokenArray, eos_id: int, weights_n: FloatArray) -> dict[str, float]:
     """The docpos readings of a validation, of rows of tokens [n, L + 1]; a bin without a target is left out."""
-    row_tokens = losses_nL.shape[1]
-    position = np.arange(row_tokens + 1)
-    last_eos = np.maximum.accumulate(np.where(tokens == eos_id, position, -1), axis=1)[:, :-1]
-    after_first_nL = position[1:] - last_eos - 1
+    counted_nL, bins_nL = _bins(tokens, eos_id)
     weights_nL = weights_n[:, None] * (tokens[:, 1:] != IGNORED_TOKEN)
-    counted_nL = last_eos >= 0
-    # The exponent of a whole number as a binary fraction in [1/2, 1) is its length in bits: 0, 1, 2, 2, 3, 3, 3, 3 ...
-    bins = np.frexp(np.where(counted_nL, after_first_nL, 0))[1][counted_nL]
-    weights, losses = weights_nL[counted_nL], losses_nL[counted_nL]
+    bins, weights, losses = bins_nL[counted_nL], weights_nL[counted_nL], losses_nL[counted_nL]
     weight_of = np.bincount(bins, weights)
     loss_of = np.bincount(bins, weights * losses)
-    prefix = f"val_{row_tokens}/docpos"
+    prefix = f"val_{losses_nL.shape[1]}/docpos"
     return {
         **{f"{prefix}/bin{k}": float(loss_of[k] / weight) for k, weight in enumerate(weight_of) if weight > 0},
         f"{prefix}/tokens_frac": float(weights.sum() / weights_nL.sum()),
     }
+
+
+def document_bins(tokens: TokenArray, eos_id: int, weights_n: FloatArray) -> tuple[int, ...]:
+    """The bins of `document_losses` that a target falls into."""
+    counted_nL, bins_nL = _bins(tokens, eos_id)
+    counted_nL = counted_nL & (tokens[:, 1:] != IGNORED_TOKEN) & (weights_n[:, None] > 0)
+    return tuple(int(k) for k in np.unique(bins_nL[counted_nL]))
+
+
+def _bins(tokens: TokenArray, eos_id: int) -> tuple[npt.NDArray[np.bool_], TokenArray]:
+    """Of each target, [n, L]: whether an EOS of the row comes before it, and if so its bin."""
+    position = np.arange(tokens.shape[1])
+    last_eos = np.maximum.accumulate(np.where(tokens == eos_id, position, -1), axis=1)[:, :-1]
+    after_first_nL = position[1:] - last_eos - 1
+    counted_nL = last_eos >= 0
+    # The exponent of a whole number as a binary fraction in [1/2, 1) is its length in bits: 0, 1, 2, 2, 3, 3, 3, 3 ...
+    return counted_nL, np.frexp(np.where(counted_nL, after_first_nL, 0))[1].astype(np.int64)
 
 
 def segment_losses(

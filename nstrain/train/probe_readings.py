@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nstrain.base.errors import Refusal
-from nstrain.train.validation import HeldOutRow
+from nstrain.record.alarms import NEURONS
 
 FloatArray = npt.NDArray[np.float64]
 Statistic = Callable[[FloatArray, FloatArray], float]
@@ -29,17 +29,6 @@ Statistic = Callable[[FloatArray, FloatArray], float]
 
 ROWS_PART = "rows"
 """The part of a probe that holds what belongs to the rows and to no layer."""
-
-DEAD_FIRING = 0.02
-SEIZING_FIRING = {"excitatory": 0.8, "signed": 0.95}
-"""Above this a neuron's release says next to nothing about its potential."""
-NEURONS = {
-    "dendritic/firing": "signed",
-    "hippocampal/gate_firing": "excitatory",
-    "hippocampal/ffn_in_firing": "signed",
-    "hippocampal/ffn_gate_firing": "excitatory",
-    "hippocampal/ffn_up_firing": "signed",
-}
 
 
 # --- statistics ----------------------------------------------------------------------------------------------
@@ -89,53 +78,58 @@ P90 = functools.partial(weighted_quantile, share=0.9)
 class Rule:
     """What becomes of one reading."""
 
+    unit: str
+    """Of a row and member; of a fraction of the weight, whatever the reading, it is "share"."""
     statistics: Mapping[str, Statistic]
     """By what is added to the reading's name; nothing is added for ''."""
     of_head: Statistic | None = None
     """Over a head's rows, for <reading>_head<h> of each layer; None: heads are not listed."""
     may_lack: bool = False
     """Whether NaN stands for rows that do not have the reading."""
+    of_rows: bool = False
+    """Whether it belongs to the rows and to no layer."""
 
 
-_MEAN = Rule({"": weighted_mean})
-_HEADS = Rule({"_p50": P50, "_max": largest}, of_head=weighted_mean)
-_AT_BOUNDARIES = Rule({"_p50": P50, "_max": largest}, may_lack=True)
+_MEAN: Mapping[str, Statistic] = {"": weighted_mean}
+_P50_MAX: Mapping[str, Statistic] = {"_p50": P50, "_max": largest}
+_P50_P90_MAX: Mapping[str, Statistic] = {"_p50": P50, "_p90": P90, "_max": largest}
+_ABOVE_HALF: Mapping[str, Statistic] = {"_frac_gt_0.5": functools.partial(fraction_above, bound=0.5)}
+_ABOVE_90: Mapping[str, Statistic] = {"_frac_gt_0.9": functools.partial(fraction_above, bound=0.9)}
+
+
+def _of_heads(unit: str) -> Rule:
+    return Rule(unit, _P50_MAX, of_head=weighted_mean)
+
 
 RULES: Mapping[str, Rule] = {
-    "dendritic/retention": Rule(
-        {
-            "_p50": P50,
-            "_max": largest,
-            "_frac_gt_0.9": functools.partial(fraction_above, bound=0.9),
-            "_frac_gt_0.5": functools.partial(fraction_above, bound=0.5),
-        }
-    ),
-    "dendritic/retention32k": Rule({"_frac_gt_0.5": functools.partial(fraction_above, bound=0.5)}),
-    "dendritic/retention_seg<k>": Rule({"_p50": P50, "_max": largest}),
-    "dendritic/tau": Rule({"_p50": P50, "_p90": P90, "_max": largest}),
-    "dendritic/boundaries": Rule({"": total}),
-    "dendritic/boundary_retention": _AT_BOUNDARIES,
-    "dendritic/boundary_step_ratio": _AT_BOUNDARIES,
-    "hippocampal/decay_tau": Rule({"_p50": P50, "_p90": P90, "_max": largest}),
-    "hippocampal/clock_tau": Rule({"_p50": P50, "_max": largest}, of_head=P50),
-    "hippocampal/clock_boundary_step_ratio": Rule({"": P50}, may_lack=True),
-    "hippocampal/write": _HEADS,
-    "hippocampal/rope_ext_q": _HEADS,
-    "hippocampal/rope_ext_k": _HEADS,
-    "hippocampal/rope_ext_pairs_frac": _MEAN,
-    "hippocampal/copy_pi": _MEAN,
-    "hippocampal/novelty": _MEAN,
-    "hippocampal/read_gain": _MEAN,
-    "hippocampal/pkm_entropy": _MEAN,
-    "hippocampal/pkm_slots_used": _MEAN,
-    "hippocampal/pkm_gate": _MEAN,
-    "hippocampal/attn_dist_bin<k>": _MEAN,
-    "hippocampal/attn_beyond_train": _HEADS,
-    "hippocampal/attn_mean_log2": _HEADS,
-    "hippocampal/attn_entropy": _HEADS,
-    **dict.fromkeys(NEURONS, _MEAN),
-    **{f"{name}_seg<k>": _MEAN for name in NEURONS},
+    "dendritic/retention": Rule("share", {**_P50_MAX, **_ABOVE_90, **_ABOVE_HALF}),
+    "dendritic/retention32k": Rule("share", _ABOVE_HALF),
+    "dendritic/retention_seg<k>": Rule("share", _P50_MAX),
+    "dendritic/tau": Rule("tokens", _P50_P90_MAX),
+    "dendritic/boundaries": Rule("count", {"": total}, of_rows=True),
+    "dendritic/boundary_retention": Rule("share", _P50_MAX, may_lack=True),
+    "dendritic/boundary_step_ratio": Rule("ratio", _P50_MAX, may_lack=True),
+    "hippocampal/decay_tau": Rule("tokens", _P50_P90_MAX),
+    "hippocampal/clock_tau": Rule("tokens", _P50_MAX, of_head=P50),
+    "hippocampal/clock_boundary_step_ratio": Rule("ratio", {"": P50}, may_lack=True),
+    "hippocampal/write": _of_heads("0 ... 1"),
+    "hippocampal/rope_ext_q": _of_heads("share"),
+    "hippocampal/rope_ext_k": _of_heads("share"),
+    "hippocampal/rope_ext_pairs_frac": Rule("share", _MEAN, of_rows=True),
+    "hippocampal/copy_pi": Rule("0 ... 1", _MEAN),
+    "hippocampal/novelty": Rule("0 ... 1", _MEAN),
+    "hippocampal/read_gain": Rule("factor", _MEAN),
+    "hippocampal/pkm_entropy": Rule("nats", _MEAN),
+    "hippocampal/pkm_slots_used": Rule("slots", _MEAN),
+    "hippocampal/pkm_gate": Rule("0 ... 1", _MEAN),
+    "hippocampal/attn_dist_bin<k>": Rule("share", _MEAN),
+    "hippocampal/attn_beyond_train": _of_heads("share"),
+    "hippocampal/attn_mean_log2": _of_heads("log2 tokens"),
+    "hippocampal/attn_entropy": _of_heads("nats"),
+    **dict.fromkeys(NEURONS, Rule("share", _MEAN)),
+    **{f"{name}_seg<k>": Rule("share", _MEAN) for name in NEURONS},
 }
+"""By the reading's name; <k> is the number of a segment or bin."""
 
 
 def rule_of(reading: str) -> Rule:
@@ -150,12 +144,6 @@ def rule_of(reading: str) -> Rule:
 
 
 # --- rows --------------------------------------------------------------------------------------------------------
-
-
-def mix_weights(rows: Sequence[HeldOutRow], recipe: Mapping[str, int]) -> FloatArray:
-    """What each held-out row counts in val_<L>/mix: its part in its source's loss times the source's share."""
-    shares = sum(recipe.values())
-    return np.array([row.weight * recipe.get(row.source, 0) / shares for row in rows])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,21 +202,3 @@ def _statistics(name: str, rule: Rule, values: FloatArray, weights: FloatArray) 
     if not values.size:
         return {}
     return {name + suffix: statistic(values, weights) for suffix, statistic in rule.statistics.items()}
-
-
-# --- alarms ------------------------------------------------------------------------------------------------------
-
-
-def firing_alarms(row: Mapping[str, float]) -> list[str]:
-    """Sentences about neurons of a row of readings that hardly ever, or nearly always, release."""
-    alarms = []
-    for name, value in row.items():
-        found = re.fullmatch(r"val_\d+/(\w+)/(?:\w+/)?(\w*firing)(?:_seg\d+)?", name)
-        neuron = NEURONS.get(f"{found[1]}/{found[2]}") if found else None
-        if neuron is None:
-            continue
-        if not value >= DEAD_FIRING:
-            alarms.append(f"{name} is {value:.4f}: these neurons are nearly dead (below {DEAD_FIRING})")
-        elif value > SEIZING_FIRING[neuron]:
-            alarms.append(f"{name} is {value:.4f}: these {neuron} neurons seize (above {SEIZING_FIRING[neuron]})")
-    return alarms

@@ -7,10 +7,8 @@ line. A change of names, conditions or formulas raises `nstrain.settings.run.MET
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
-from nstrain.base.units import human_count
 from nstrain.train.engine import UpdateReadings
 from nstrain.train.plan import Update
 
@@ -53,25 +51,3 @@ def update_row(
         "time/update_s": update_s,
         "perf/tokens_per_s": update.tokens / update_s,
     }
-
-
-def printed(update: int, row: Row) -> str:
-    """A row for people: one line for training, one more if it holds a validation."""
-    parts = [f"u{update}", f"{human_count(row['tokens'])} tokens", f"cycle {row['cycle']}"]
-    if "train/loss" in row:
-        parts += [
-            f"loss {_number(row['train/loss'])}",
-            f"grad norm {_number(row['train/grad_norm'])}",
-            f"rate {row['train/learning_rate']:.3g}",
-            f"{human_count(row['perf/tokens_per_s'])} tokens/s",
-        ]
-    if row["smaller"]:
-        parts.append("smaller: the cycle's last rows")
-    if row["skipped"]:
-        parts.append("SKIPPED: the gradient norm is not finite")
-    validation = [f"{name} {_number(value)}" for name, value in row.items() if name.startswith("val_")]
-    return "  ".join(parts) + (f"\n  {'  '.join(validation)}" if validation else "")
-
-
-def _number(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) else str(value)

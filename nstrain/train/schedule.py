@@ -7,33 +7,35 @@ from __future__ import annotations
 
 import math
 
-from nstrain.settings.run import DecayPiece, LearningRate, OptimizerSettings
+from nstrain.settings.run import EmaSettings, OptimizerSettings, RatePieces
+from nstrain.train.plan import Update
 
 
-def learning_rate(settings: LearningRate, position_tokens: int) -> float:
+def learning_rate(pieces: RatePieces, position_tokens: int) -> float:
     """The rate of the update that ends at `position_tokens` (so the first update of a warm-up is not at rate 0).
 
-    Warm-up: peak * position / warmup_tokens. Decay: from `peak` at from_tokens to `final` at to_tokens, where it stays.
-    At every edge the value is exactly the one named in run.json.
+    That position belongs to the last piece that begins before it: an update that ends where the next piece begins is
+    still of the piece it was trained in. At every edge the value is exactly the one named in run.json.
     """
-    if position_tokens < settings.warmup_tokens:
-        return settings.peak * (position_tokens / settings.warmup_tokens)
-    decay = settings.decay
-    if decay is None or position_tokens <= decay.from_tokens:
-        return settings.peak
-    if position_tokens >= decay.to_tokens:
-        return decay.final
-    return decay.final + (settings.peak - decay.final) * _share_left(decay, position_tokens)
+    piece = pieces[0]
+    for following in pieces[1:]:
+        if following.from_tokens < position_tokens:
+            piece = following
+    if piece.to_tokens is None or piece.end is None or position_tokens <= piece.from_tokens:
+        return piece.start
+    if position_tokens >= piece.to_tokens:
+        return piece.end
+    way = (position_tokens - piece.from_tokens) / (piece.to_tokens - piece.from_tokens)
+    return piece.start + (piece.end - piece.start) * _gone(piece.shape, way)
 
 
-def _share_left(decay: DecayPiece, position_tokens: int) -> float:
-    """What is left of peak - final inside the decay: 1 at its start, 0 at its end."""
-    way = (position_tokens - decay.from_tokens) / (decay.to_tokens - decay.from_tokens)
-    if decay.shape == "linear":
-        return 1.0 - way
-    if decay.shape == "cosine":
-        return 0.5 * (1.0 + math.cos(math.pi * way))
-    return 1.0 - math.sqrt(way)
+def _gone(shape: str, way: float) -> float:
+    """How much of the rate's change is done after a share of a piece's way: 0 at its start, 1 at its end."""
+    if shape == "linear":
+        return way
+    if shape == "cosine":
+        return 0.5 * (1.0 - math.cos(math.pi * way))
+    return math.sqrt(way)
 
 
 def weight_decay(settings: OptimizerSettings, batch_tokens: int) -> float:
@@ -46,3 +48,14 @@ def weight_decay(settings: OptimizerSettings, batch_tokens: int) -> float:
     if settings.weight_decay_batch is None:
         return settings.weight_decay
     return settings.weight_decay * (batch_tokens / settings.weight_decay_batch)
+
+
+def ema_step(settings: EmaSettings | None, update: Update) -> float | None:
+    """How far an update moves the weights' moving average: its tokens over the horizon; None where it does not.
+
+    It moves from the first update on whose end is at `from_tokens` or beyond; the engine makes the first move that is
+    applied a copy (were it counted here, a skip just there would leave the average without a beginning).
+    """
+    if settings is None or update.tokens_after < settings.from_tokens:
+        return None
+    return min(1.0, update.tokens / settings.horizon_tokens)

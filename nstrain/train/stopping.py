@@ -11,7 +11,7 @@ import signal
 import time
 
 from nstrain.line.paths import LinePaths
-from nstrain.line.state_files import stop_requested
+from nstrain.line.state_files import read_stop, stop_requested
 
 _LOOK_S = 0.1
 """How long a wait goes on before it looks for a request again."""
@@ -38,11 +38,24 @@ class StopRequests:
         """Why the trainer should stop now, or None."""
         if self._signal is not None:
             return self._signal
-        if self._parent_gone():
+        if self.parent_gone():
             return "the parent process is gone"
         return "STOP file" if stop_requested(self._paths) else None
 
-    def _parent_gone(self) -> bool:
+    def cycle_end(self) -> int | None:
+        """The data cycle at whose end the trainer is asked to stop, or None."""
+        request = read_stop(self._paths)
+        return None if request is None else request.at_cycle_end
+
+    def reason_at(self, cycle: int) -> str | None:
+        """Why the trainer should stop before it trains a row of a cycle, or None."""
+        last = self.cycle_end()
+        if last is not None and cycle > last:
+            return f"cycle {last} is done, at whose end it was asked to stop"
+        return self.reason()
+
+    def parent_gone(self) -> bool:
+        """Whether the process that started this one has ended."""
         if self._parent_fd is None or not select.select([self._parent_fd], [], [], 0)[0]:
             return False
         return os.read(self._parent_fd, 1) == b""

@@ -1,8 +1,8 @@
 """One trial: the engine as the trainer makes it, timed on random tokens, and the memory that it took.
 
 Updates of a few full micro-batches are timed in two parts, since their costs add up differently: the micro-batches, of
-which a line's update has as many as its batch takes, and the update's end. The shape's validation runs as well, for
-what it takes of the memory.
+which a line's update has as many as its batch takes, and the update's end. A validation's readings, of the shape's
+rows and of a row of the model's longest context, are taken as well, for what they take of the memory.
 
 Memory in use beside weights and moments is on a GPU the most that the allocator ever gave out at a time while the
 arena, as large as the trainer's, served it; on a CPU the growth of the process's resident memory."""
@@ -27,13 +27,21 @@ import torch
 
 import nstrain
 from nstrain.base.errors import ExitCode, NstrainError
-from nstrain.gpu.arena import ArenaTooSmall
 from nstrain.settings.model import validate
 from nstrain.settings.run import LengthSettings, RunSettings
 from nstrain.train.determinism import enter_deterministic_mode
+from nstrain.train.device import refuse_missing_device
 from nstrain.train.engine import EagerEngine, TokenRows, micro_batches
-from nstrain.train.model import build, kernel_table, parameter_places, refuse_long_rows
-from nstrain.train.opening import make_engine, refuse_missing_device
+from nstrain.train.memory_errors import first_line, want_of_memory
+from nstrain.train.model import (
+    build,
+    kernel_table,
+    longest_row,
+    parameter_places,
+    refuse_long_rows,
+    use_kernels,
+)
+from nstrain.train.opening import make_engine
 from nstrain.tune.records import Measurement, Shape
 from nstrain.tune.trial import Report
 
@@ -43,10 +51,8 @@ SMALLEST_TIMED_UPDATES, LARGEST_TIMED_UPDATES = 3, 50
 SHORT_ROW_TOKENS = 16
 """Target tokens of the row that libraries are loaded with."""
 
-LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.1
+LEARNING_RATE, WEIGHT_DECAY, EMA_MOVE = 1e-4, 0.1, 1e-3
 """Of the timed updates, whose weights are thrown away."""
-
-_CPU_OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator|can't allocate memory|not enough memory|bad_alloc")
 
 
 def do_job(job: Mapping[str, Any], report: Report) -> int:
@@ -57,28 +63,18 @@ def do_job(job: Mapping[str, Any], report: Report) -> int:
     if "shape" not in job:
         report.send(machine=machine(settings, vocabulary))
         return int(ExitCode.DONE)
+    use_kernels(job["kernels"])
     shape = Shape(**job["shape"])
     try:
         measured = measure(settings, vocabulary, shape, int(job["micro_batches"]), float(job["seconds"]), report)
     except Exception as error:
-        cause = _want_of_memory(error)
+        cause = want_of_memory(error)
         if cause is None:
             raise
-        report.send(failed=(str(cause).splitlines() or ["out of memory"])[0], out_of_memory=True)
+        report.send(failed=first_line(cause), out_of_memory=True)
         return int(ExitCode.FAILED)
     report.send(measured=dataclasses.asdict(measured), kernels=kernel_table())
     return int(ExitCode.DONE)
-
-
-def _want_of_memory(error: BaseException | None) -> BaseException | None:
-    """The error that says so among those that led to this one: after it the capture's end fails as well."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError | ArenaTooSmall):
-            return error
-        if isinstance(error, RuntimeError) and _CPU_OUT_OF_MEMORY.search(str(error)):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def machine(settings: RunSettings, vocabulary: int) -> dict[str, Any]:
@@ -142,7 +138,7 @@ def measure(
         _update(engine, _random_rows(short, vocabulary, 1, 0), 1)
     memory = _GpuMemory(engine) if settings.device == "cuda" else _HostMemory()
     report.stage("warming up")
-    _update(engine, _random_rows(shape, vocabulary, batches, 0), shape.micro_rows)
+    _update(engine, _random_rows(shape, vocabulary, batches, 0), shape.micro_rows)  # the average begins with it
     times: list[tuple[float, float]] = []
     while len(times) < LARGEST_TIMED_UPDATES and (
         len(times) < SMALLEST_TIMED_UPDATES or sum(map(sum, times)) < seconds
@@ -151,7 +147,7 @@ def measure(
         rows = _random_rows(shape, vocabulary, batches, len(times) + 1)
         times.append(_update(engine, rows, shape.micro_rows))
     report.stage("validating")
-    engine.row_losses(_random_rows(shape, vocabulary, 1, 0))
+    _validate(engine, settings, vocabulary, shape)
     transient_bytes, room_bytes = memory.read()
     return Measurement(
         micro_batch_s=statistics.median(accumulated for accumulated, _ in times) / batches,
@@ -168,6 +164,22 @@ def _random_rows(shape: Shape, vocabulary: int, batches: int, number: int) -> To
     return np.random.default_rng(number).integers(0, vocabulary, size, dtype=np.int64)
 
 
+def _validate(engine: EagerEngine, settings: RunSettings, vocabulary: int, shape: Shape) -> None:
+    """What takes memory in a validation: a micro-batch of rows, and a row of the model's longest context.
+
+    That one on a GPU alone, whose memory is held for it beforehand: on a CPU it may take minutes.
+    """
+    longest = longest_row(settings) or 0
+    asked = [shape]
+    if settings.device == "cuda" and settings.validation.long_rows_per_source and longest > shape.row_tokens:
+        asked.append(Shape(longest, 1, shape.recompute))
+    for of in asked:
+        rows = _random_rows(of, vocabulary, 1, 0)
+        engine.token_losses(rows)
+        engine.probe(rows, 0, shape.row_tokens)
+    engine.optimizer_summaries(LEARNING_RATE)
+
+
 def _update(engine: EagerEngine, rows: TokenRows, micro_rows: int) -> tuple[float, float]:
     """One update as `train_update` makes it; the seconds of its micro-batches and of its end."""
     scale = 1.0 / (rows.shape[0] * (rows.shape[1] - 1))
@@ -177,7 +189,7 @@ def _update(engine: EagerEngine, rows: TokenRows, micro_rows: int) -> tuple[floa
     if engine.flat.device.type == "cuda":
         torch.cuda.synchronize()
     accumulated = time.perf_counter()
-    readings = engine.finish(LEARNING_RATE, WEIGHT_DECAY)
+    readings = engine.finish(LEARNING_RATE, WEIGHT_DECAY, EMA_MOVE if engine.flat.has_ema else None)
     ended = time.perf_counter()
     if readings.skipped or not np.isfinite(readings.loss):
         raise NstrainError(f"loss {readings.loss}, gradient norm {readings.grad_norm}: not finite on random tokens")
@@ -186,9 +198,10 @@ def _update(engine: EagerEngine, rows: TokenRows, micro_rows: int) -> tuple[floa
 
 def _persistent_bytes(engine: EagerEngine) -> int:
     groups = engine.flat.groups
-    buffers = [(g.master, g.main_grad, g.exp_avg, g.exp_avg_sq) for g in groups]
-    copies = [group.compute for group in groups if group.compute is not group.master]
-    return sum(buffer.nbytes for group in buffers for buffer in group) + sum(copy.nbytes for copy in copies)
+    buffers = [buffer for g in groups for buffer in (g.master, g.main_grad, g.exp_avg, g.exp_avg_sq)]
+    buffers += [group.ema for group in groups if group.ema is not None]
+    buffers += [group.compute for group in groups if group.compute is not group.master]
+    return sum(buffer.nbytes for buffer in buffers)
 
 
 class _GpuMemory:

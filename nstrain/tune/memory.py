@@ -2,8 +2,9 @@
 
     needed = persistent + transient(mode, L, r)
 
-persistent, of P parameters:  P x (4 master + 4 gradient + 4 + 4 AdamW's moments + c),
-    c = 2 on a GPU, where parameters compute in bf16 beside their fp32 masters, and 0 on a CPU, where they are them.
+persistent, of P parameters:  P x (4 master + 4 gradient + 4 + 4 AdamW's moments + e + c),
+    e = 4 with a moving average of the weights and 0 without; c = 2 on a GPU, where parameters compute in bf16 beside
+    their fp32 masters, and 0 on a CPU, where they are them.
     What is left of the device after it - on a GPU less the arena's slack - is the room, as the trials measure it.
 
 transient, of micro-batches of r rows of L tokens under one mode of recomputation: what is alive at once beside that -
@@ -24,6 +25,9 @@ import dataclasses
 FP32_STATES_BYTES = 16
 """A parameter: fp32 master, main gradient and two moments."""
 
+EMA_BYTES = 4
+"""A parameter: its moving average, if the line has one."""
+
 COMPUTE_BYTES = {"cuda": 2, "cpu": 0}
 """A parameter: its copy in the dtype it computes in, where that is not the master itself."""
 
@@ -34,9 +38,9 @@ MARGIN_SHARE = 0.02
 """Share of the room that stays free, for fragmentation that a short trial does not see."""
 
 
-def persistent_bytes(parameters: int, device: str) -> int:
-    """Weights, gradients and moments of a model, in bytes."""
-    return parameters * (FP32_STATES_BYTES + COMPUTE_BYTES[device])
+def persistent_bytes(parameters: int, device: str, ema: bool) -> int:
+    """Weights, gradients, moments and, with `ema`, the weights' average of a model, in bytes."""
+    return parameters * (FP32_STATES_BYTES + (EMA_BYTES if ema else 0) + COMPUTE_BYTES[device])
 
 
 def fits(transient_bytes: int, room_bytes: int) -> bool:

@@ -1,7 +1,7 @@
 """What `nstrain tune` keeps in RUN/tune: its trials, so that none is run twice, and the kernels they ran with.
 
 trials.json    {"format": 1, "basis", "trials", "chosen"}: replaced as a whole after every trial
-kernels.json   {"format": 1, "basis", "kernels"}: launch configurations by kernel and card, as in a checkpoint
+kernels.json   the kernels' launch configurations, for the line to begin with (nstrain/train/tuned_kernels.py)
 trials.log     what the trials' processes printed
 
 `basis` is everything that a trial's numbers depend on but its shape: the model and the other settings that are
@@ -17,6 +17,7 @@ from typing import Any, Literal
 from nstrain.base.disk import atomic_write_json, read_json
 from nstrain.base.errors import Refusal
 from nstrain.line.paths import LinePaths
+from nstrain.train.tuned_kernels import KERNELS_FORMAT, kernels_file
 from nstrain.tune.memory import fits
 
 TUNE_FORMAT: Literal[1] = 1
@@ -128,17 +129,12 @@ class TuneFiles:
     """RUN/tune of one line."""
 
     def __init__(self, paths: LinePaths) -> None:
-        self._directory = paths.tune
+        self._directory, self.kernels = paths.tune, kernels_file(paths)
 
     @property
     def trials(self) -> Path:
         """The trials."""
         return self._directory / "trials.json"
-
-    @property
-    def kernels(self) -> Path:
-        """The kernel table."""
-        return self._directory / "kernels.json"
 
     @property
     def log(self) -> Path:
@@ -187,7 +183,7 @@ class TuneFiles:
             if isinstance(stored, dict) and stored.get("basis") == basis:
                 known = stored["kernels"]
         table = dict(sorted({**known, **kernels}.items()))
-        atomic_write_json(self.kernels, {"format": TUNE_FORMAT, "basis": basis, "kernels": table})
+        atomic_write_json(self.kernels, {"format": KERNELS_FORMAT, "basis": basis, "kernels": table})
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], place: str = "") -> list[str]:

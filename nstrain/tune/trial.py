@@ -1,7 +1,7 @@
 """A trial's process: `python -m nstrain.tune.trial --report-fd N --parent-fd M`, its job as JSON on standard input.
 
-A job is {"settings": run.json's, "vocabulary"} and, unless only the machine is asked about, {"shape", "seconds"}. What
-it finds goes to the report pipe, an object a line:
+A job is {"settings": run.json's, "vocabulary", "kernels": a table to run with, or {}} and, unless only the machine is
+asked about, {"shape", "micro_batches", "seconds"}. What it finds goes to the report pipe, an object a line:
 
     {"stage": "..."}                              what it does now
     {"machine": {...}}  or  {"measured": {...}}   the answer

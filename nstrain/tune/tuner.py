@@ -21,13 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nstrain.base.disk import FileLock
+from nstrain.base.disk import FileLock, read_json
 from nstrain.base.errors import NstrainError, Refusal
 from nstrain.base.killpoints import kill_point
 from nstrain.base.units import human_bytes
 from nstrain.data.line import DataLine
 from nstrain.data.order import refuse_row_length
-from nstrain.gpu.lease import gpu_lease
+from nstrain.gpu.borrowed import borrowed_gpu, gpu_on, refuse_other_gpu
 from nstrain.line.checkpoint import read_latest
 from nstrain.line.paths import LinePaths
 from nstrain.record.journal import Journal
@@ -44,10 +44,7 @@ TRIAL_MICRO_BATCHES = 4
 FRUITLESS_TRIALS = 2
 """So many trials in a row that fail or are not faster end a mode's growth."""
 
-LEASE_WAIT_S = 5.0
-"""How long a GPU's last holder may take to go."""
-
-COMPUTED_WITH = ("model", "optimizer", "device", "threads")
+COMPUTED_WITH = ("model", "optimizer", "ema", "device", "threads")
 """Fields of run.json that a trial's numbers depend on."""
 
 
@@ -88,7 +85,7 @@ def tune(
     """Tune the line in `run`. `on_trial` gets each trial as it begins, goes on and ends.
 
     Raises `Refusal` for no line, one that has trained, settings that cannot be trained, or a run.json that was changed
-    meanwhile; `NstrainError` if the line or its GPU is in use, or if no shape of a length fits.
+    meanwhile; `GpuTaken` if the GPU is in use, `NstrainError` if the line is, or if no shape of a length fits.
     """
     options = options or TuneOptions()
     paths = LinePaths(run.resolve())
@@ -97,18 +94,18 @@ def tune(
     with contextlib.ExitStack() as held:
         for lock, what in ((paths.supervisor_lock, "supervisor"), (paths.trainer_lock, "trainer")):
             held.enter_context(FileLock(lock).acquire(f"the {what} of {paths.root}"))
-        if not options.measure_only:
-            refuse_trained(paths)
         settings = load_run(paths.run_json)
+        if not options.measure_only:
+            refuse_trained(paths, 0 if settings.branch is None else settings.branch.update)
         data = DataLine.open(Path(settings.data.work))
         workloads = _workloads(settings, data)
         files = TuneFiles(paths)
         files.make()
-        job = {"settings": dump(settings), "vocabulary": data.vocab_size}
+        job = {"settings": dump(settings), "vocabulary": data.vocab_size, "kernels": line_kernels(paths)}
+        gpu = held.enter_context(borrowed_gpu(gpu_on(settings.device)))  # before a trial touches it
         machine = run_trial(job, files.log, options.limit_s, command=command)["machine"]
-        if machine["uuid"] is not None:
-            lease = gpu_lease(machine["uuid"])
-            held.enter_context(lease.acquire(f"the GPU {machine['uuid']}", LEASE_WAIT_S))
+        if gpu is not None:
+            refuse_other_gpu(gpu.uuid, machine["uuid"])
         tuner = _Tuner(files, settings, job, machine, options, on_trial, command)
         chosen = {load.row_tokens: tuner.choose(load) for load in workloads}
         tuner.record(chosen)
@@ -118,18 +115,30 @@ def tune(
         return Tuned(machine["device"], chosen, tuner.trials, not options.measure_only, tuner.notices)
 
 
-def refuse_trained(paths: LinePaths) -> None:
-    """Raise `Refusal` if a line has made an update, by its checkpoints or its journal."""
+def refuse_trained(paths: LinePaths, begins: int) -> None:
+    """Raise `Refusal` if a line has made an update, by its checkpoints or its journal.
+
+    `begins` is the update that it began at: 0, or that of a branch's fork.
+    """
     updates = [*paths.checkpoint_updates(), read_latest(paths) or 0]
     if paths.journal.exists():
         with Journal.open_for_reading(paths.journal) as journal:
             updates.append(journal.last_update() or 0)
-    if max(updates) > 0:
+    if max(updates) > begins:
         raise Refusal(
             f"{paths.root} has trained up to update {max(updates)}: another shape would round its next updates in "
             "another way than those before, so tune leaves it alone. --measure-only shows what would be faster; "
             "'lengths' is not among the fields that allow_changes guards: edit it in run.json by hand if that is meant"
         )
+
+
+def line_kernels(paths: LinePaths) -> dict[str, Any]:
+    """The kernels' launch configurations that a line has been trained with; empty for one that has not begun."""
+    newest = read_latest(paths)
+    state = None if newest is None else paths.checkpoint(newest) / "state.json"
+    if state is None or not state.exists():
+        return {}
+    return dict(read_json(state).get("kernels", {}))
 
 
 def _workloads(settings: RunSettings, data: DataLine) -> list[Workload]:
@@ -177,6 +186,8 @@ class _Tuner:
         self._basis = {
             "settings": {name: fields[name] for name in COMPUTED_WITH},
             "vocabulary": job["vocabulary"],
+            "kernels": job["kernels"],
+            "long_rows": settings.validation.long_rows_per_source > 0,
             "machine": {name: machine[name] for name in ("device", "uuid", "memory_bytes", "versions", "code")},
         }
         self._known, differences = ({}, []) if options.again else files.read_trials(self._basis)
@@ -191,10 +202,12 @@ class _Tuner:
 
     def _refuse_large_model(self) -> None:
         """Refuse a model whose weights, gradients and moments alone are more than the device has."""
-        needed, total = persistent_bytes(self._machine["parameters"], self._device), self._machine["memory_bytes"]
+        has_ema, total = self._settings.ema is not None, self._machine["memory_bytes"]
+        needed = persistent_bytes(self._machine["parameters"], self._device, has_ema)
         if needed > total:
             raise Refusal(
-                f"{self._machine['parameters']:,} parameters take {human_bytes(needed)} with gradients and moments; "
+                f"{self._machine['parameters']:,} parameters take {human_bytes(needed)} with gradients and moments"
+                f"{' and their moving average' if has_ema else ''}; "
                 f"{self._machine['device']} has {human_bytes(total)}: use a smaller model or a larger device"
             )
         free = self._machine.get("free_bytes", total)

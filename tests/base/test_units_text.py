@@ -63,6 +63,6 @@ def test_durations(s: float, text: str) -> None:
 
 
 def test_errors_have_the_documented_exit_codes() -> None:
-    assert [int(code) for code in ExitCode] == [0, 1, 2, 3]
+    assert [int(code) for code in ExitCode] == [0, 1, 2, 3, 4, 5, 6]
     assert NstrainError("x").exit_code == ExitCode.FAILED
     assert Refusal("x").exit_code == Exhausted("x").exit_code == ExitCode.BAD_CONFIGURATION

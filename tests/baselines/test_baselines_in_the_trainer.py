@@ -39,7 +39,7 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 
 def test_the_presets_are_as_large_as_neuronsparks(environment: dict[str, str]) -> None:
     shown: dict[str, Any] = json.loads(nstrain(environment, "model", "list", "--json"))
-    assert list(shown) == ["llama-1p7b", "llama-2b", "llama-tiny", "mamba2-2b", "mamba2-tiny"]
+    assert list(shown) == ["llama-1p3b", "llama-1p7b", "llama-2b", "llama-tiny", "mamba2-2b", "mamba2-tiny"]
     from neuronspark import load_preset
 
     for ours, theirs, most in (("2b", "ns-2b", 0.02), ("tiny", "tiny-32k", 0.06)):
@@ -80,6 +80,7 @@ def test_a_line_learns(environment: dict[str, str], tmp_path: Path) -> None:
         "--validation-rows": 3,
         "--checkpoint-every": 16,
         "--threads": 1,
+        "--device": "cpu",
     }
     nstrain(environment, "new", str(run.root), *flags(options))
     nstrain(environment, str(run.root), program=("-m", "nstrain.train"))

@@ -230,12 +230,12 @@ def test_it_stops_in_the_middle_of_a_cycle_and_leaves_no_half_of_it(line: DataLi
     assert list((line.work / "open").rglob("*.tokens"))  # what was opened stays for the next time
 
 
-def test_an_exhausted_source_ends_it_as_a_refusal(tokenizer: Path, tmp_path: Path) -> None:
+def test_an_exhausted_source_ends_it_for_the_operator(tokenizer: Path, tmp_path: Path) -> None:
     tree = write_tree(tmp_path / "web", prose_tree(1, {"a": 12}, words=40))
     line = make_line(tmp_path / "line", tokenizer, [source("web", tree, held_out=0.05)], 320, None)
     child = start_preparer(line.work, "--ahead", "99")
     _, err = child.communicate(timeout=WAIT_S)
-    assert child.returncode == ExitCode.BAD_CONFIGURATION
+    assert child.returncode == ExitCode.NEEDS_OPERATOR
     assert "source web runs out in cycle" in err
     assert "Traceback" not in err
     status = read_status(line.work)

@@ -30,9 +30,11 @@ def paths(tmp_path: Path) -> LinePaths:
 
 @pytest.fixture
 def make_checkpoint() -> MakeCheckpoint:
-    """make(update, seed=..., kept=..., floats=...) -> Checkpoint; other seeds have other tensors."""
+    """make(update, seed=..., kept=..., floats=..., ema=...) -> Checkpoint; other seeds have other tensors."""
 
-    def make(update: int, seed: int = 0, kept: bool = False, floats: int = 60, **state: Any) -> Checkpoint:
+    def make(
+        update: int, seed: int = 0, kept: bool = False, floats: int = 60, ema: bool = False, **state: Any
+    ) -> Checkpoint:
         draw = np.random.default_rng([update, seed])
 
         def tensors() -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
@@ -52,11 +54,13 @@ def make_checkpoint() -> MakeCheckpoint:
             "reason": "cycle_end" if kept else "rolling",
             "kept": kept,
             "settings": {"seed": seed},
+            "changes": {"applied": [], "spent": {}},
             "versions": {"nstrain": "0"},
             "threads": 1,
             "id": "line",
         }
-        return Checkpoint({**values, **state}, {stem: tensors() for stem in ("weights", "exp_avg", "exp_avg_sq")})
+        stems = ("weights", "exp_avg", "exp_avg_sq", *(["ema"] if ema else []))
+        return Checkpoint({**values, **state}, {stem: tensors() for stem in stems})
 
     return make
 

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from nstrain.base.errors import Refusal
+from nstrain.line.background import BackgroundWriter
 from nstrain.line.checkpoint import (
-    BackgroundWriter,
     Checkpoint,
     DamagedCheckpoint,
     checkpoint_bytes,
     discard_partial_writes,
     load_checkpoint,
+    load_newest_good,
     newest_good,
     read_latest,
     read_state,
@@ -28,6 +29,7 @@ from nstrain.line.checkpoint import (
     write_checkpoint,
 )
 from nstrain.line.paths import LinePaths
+from nstrain.line.tensor_file import NotFinite
 
 FILES = ["exp_avg.safetensors", "exp_avg_sq.safetensors", "hashes.json", "state.json", "weights.safetensors"]
 
@@ -47,7 +49,7 @@ def assert_same(a: Checkpoint, b: Checkpoint) -> None:
 
 def test_a_checkpoint_comes_back_bit_for_bit(paths: LinePaths, make_checkpoint: Any) -> None:
     checkpoint = make_checkpoint(40)
-    odd = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 1], np.uint32).view(np.float32)  # NaN payloads, -0, denormal
+    odd = np.array([0x7F7FFFFF, 0xFF7FFFFF, 0x80000000, 1], np.uint32).view(np.float32)  # largest, -0, denormal
     checkpoint.tensors["weights"]["odd"] = odd
     path = write_checkpoint(paths, checkpoint)
     assert path == paths.root / "checkpoints" / "u00000040"
@@ -111,13 +113,54 @@ def test_wrong_tensors_are_not_written(paths: LinePaths, make_checkpoint: Any) -
     for stem, name, tensor in [
         ("weights", "half", np.ones(3, np.float16)),
         ("exp_avg", "__metadata__", np.ones(3, np.float32)),
-        ("ema", "w", np.ones(3, np.float32)),
+        ("mean", "w", np.ones(3, np.float32)),
     ]:
         checkpoint = make_checkpoint(40)
         checkpoint.tensors.setdefault(stem, {})[name] = tensor
-        with pytest.raises(ValueError, match=name if stem != "ema" else stem):
+        with pytest.raises(ValueError, match=name if stem != "mean" else stem):
             write_checkpoint(paths, checkpoint)
     assert os.listdir(paths.root) == []
+
+
+@pytest.mark.parametrize("stem", ["weights", "exp_avg", "exp_avg_sq", "ema"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_no_line_can_go_on_from_is_not_committed(
+    paths: LinePaths, make_checkpoint: Any, stem: str, value: float
+) -> None:
+    write_checkpoint(paths, make_checkpoint(39))
+    checkpoint = make_checkpoint(40, ema=True)
+    checkpoint.tensors[stem]["embedding"][-1] = value
+    with pytest.raises(NotFinite, match=f"{stem}: tensor 'embedding' holds a NaN or an infinity"):
+        write_checkpoint(paths, checkpoint)
+    assert sorted(os.listdir(paths.checkpoints)) == ["latest", "u00000039"]
+    assert newest_good(paths) == paths.checkpoint(39)
+
+
+def test_the_average_is_one_more_file_once_it_has_begun(paths: LinePaths, make_checkpoint: Any) -> None:
+    path = write_checkpoint(paths, make_checkpoint(40, ema=True))
+    assert sorted(os.listdir(path)) == ["ema.safetensors", *FILES]
+    assert_same(load_checkpoint(path), make_checkpoint(40, ema=True))
+    (path / "ema.safetensors").unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"ema\.safetensors: missing"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["ema.safetensors", *FILES])
+def test_a_flipped_byte_in_any_file_has_the_one_before_loaded_and_that_said(
+    paths: LinePaths, make_checkpoint: Any, name: str
+) -> None:
+    assert load_newest_good(paths) is None
+    for update in (10, 20):
+        write_checkpoint(paths, make_checkpoint(update, ema=True))
+    data = bytearray((paths.checkpoint(20) / name).read_bytes())
+    data[len(data) // 2] ^= 0x04
+    (paths.checkpoint(20) / name).write_bytes(data)
+    said: list[str] = []
+    found = load_newest_good(paths, said.append)
+    assert found is not None
+    assert found[0] == paths.checkpoint(10)
+    assert_same(found[1], make_checkpoint(10, ema=True))
+    assert [f"u00000020/{name}" in said[0], "u00000010" in said[1], len(said)] == [True, True, 2]
 
 
 def test_a_state_that_is_not_json_leaves_nothing_behind(paths: LinePaths, make_checkpoint: Any) -> None:
@@ -196,7 +239,7 @@ def test_a_sound_checkpoint_of_another_format_is_refused_and_never_passed_over(
             read(path)
     with pytest.raises(Refusal, match="format 1, found 2"):
         newest_good(paths)
-    (path / "ema.safetensors").write_bytes(b"what a later version adds")
+    (path / "mean.safetensors").write_bytes(b"what a later version adds")
     rewrite_hashes(path)
     with pytest.raises(Refusal, match="another version"):
         newest_good(paths)

@@ -19,8 +19,9 @@ from nstrain.line.checkpoint import (
     read_latest,
     write_checkpoint,
 )
+from nstrain.line.fork import fork_checkpoint
 from nstrain.line.paths import LinePaths, parse_checkpoint_name
-from nstrain.line.retention import apply_retention
+from nstrain.line.retention import apply_retention, find_set_aside, remove_set_aside, set_aside_later
 
 Kill = Callable[[int, Callable[[], object]], bool]
 
@@ -148,6 +149,85 @@ def test_retention(tmp_path: Path, killed_at: Kill, make_checkpoint: Any) -> Non
         assert sorted(os.listdir(paths.checkpoints)) == ["latest", "u00000000", "u00000030"]
 
     assert kill_at_every_step(tmp_path, killed_at, prepare, lambda paths: apply_retention(paths, 1), check) == 4
+
+
+def test_the_average_too(tmp_path: Path, killed_at: Kill, make_checkpoint: Any) -> None:
+    """A line whose average has just begun: the old checkpoint has no such file, the new one has."""
+    outcomes = set()
+
+    def check(paths: LinePaths) -> None:
+        discard_partial_writes(paths)
+        found = newest_good(paths, nothing_said)
+        assert found is not None
+        outcomes.add((found.name, len(load_checkpoint(found).tensors)))
+        assert_only_whole_checkpoints(paths)
+
+    kill_at_every_step(
+        tmp_path, killed_at, lambda paths: write_checkpoint(paths, make_checkpoint(10)),
+        lambda paths: write_checkpoint(paths, make_checkpoint(20, ema=True)), check,
+    )  # fmt: skip
+    assert outcomes == {("u00000010", 3), ("u00000020", 4)}
+
+
+def test_rollback(tmp_path: Path, killed_at: Kill, make_checkpoint: Any) -> None:
+    """Killed after any step, the line goes on from where it was rolled back to; asked again, the rest is moved."""
+
+    def prepare(paths: LinePaths) -> None:
+        for update in (10, 20, 30):
+            write_checkpoint(paths, make_checkpoint(update))
+
+    def check(paths: LinePaths) -> None:
+        assert newest_good(paths, nothing_said) == paths.checkpoint(10)
+        assert discard_partial_writes(paths) == []
+        assert_only_whole_checkpoints(paths)
+        for name in find_set_aside(paths):
+            load_checkpoint(paths.set_aside / name)
+        assert len(paths.checkpoint_updates()) + len(find_set_aside(paths)) == 3, "none is lost"
+        set_aside_later(paths, 10)
+        assert newest_good(paths, nothing_said) == paths.checkpoint(10)
+        assert find_set_aside(paths) == {"u00000020": 20, "u00000030": 30}
+
+    assert kill_at_every_step(tmp_path, killed_at, prepare, lambda paths: set_aside_later(paths, 10), check) == 3
+
+
+def test_removal_of_what_was_set_aside(tmp_path: Path, killed_at: Kill, make_checkpoint: Any) -> None:
+    def prepare(paths: LinePaths) -> None:
+        for update in (10, 20, 30):
+            write_checkpoint(paths, make_checkpoint(update))
+        set_aside_later(paths, 10)
+        write_checkpoint(paths, make_checkpoint(40))
+
+    def check(paths: LinePaths) -> None:
+        assert newest_good(paths, nothing_said) == paths.checkpoint(40)
+        remove_set_aside(paths, 40)
+        assert not paths.set_aside.exists()
+
+    assert kill_at_every_step(tmp_path, killed_at, prepare, lambda paths: remove_set_aside(paths, 40), check) == 2
+
+
+def test_fork(tmp_path: Path, killed_at: Kill, make_checkpoint: Any) -> None:
+    """A branch has its first checkpoint or none; its parent is as it was. Made again, it is there."""
+    parent = LinePaths(tmp_path / "parent")
+    parent.root.mkdir()
+    write_checkpoint(parent, make_checkpoint(20, ema=True))
+    outcomes = set()
+
+    def fork(paths: LinePaths) -> None:
+        fork_checkpoint(parent, 20, paths, {"id": "branch", "reason": "start"})
+
+    def check(paths: LinePaths) -> None:
+        discard_partial_writes(paths)
+        found = newest_good(paths, lambda _: None)
+        outcomes.add(found is not None)
+        assert_only_whole_checkpoints(paths)
+        fork(paths)
+        assert newest_good(paths, nothing_said) == paths.checkpoint(20)
+        assert load_checkpoint(paths.checkpoint(20)).state["id"] == "branch"
+        assert load_checkpoint(parent.checkpoint(20)).state["id"] == "line"
+
+    kills = kill_at_every_step(tmp_path, killed_at, lambda paths: paths.checkpoints.mkdir(), fork, check)
+    assert outcomes == {False, True}
+    assert kills >= 12
 
 
 def test_garbage_of_killed_writers_is_cleared_and_said(paths: LinePaths, make_checkpoint: Any) -> None:

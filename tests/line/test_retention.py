@@ -10,9 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nstrain.line.checkpoint import newest_good, write_checkpoint
+from nstrain.base.errors import Refusal
+from nstrain.line.checkpoint import load_checkpoint, newest_good, write_checkpoint
 from nstrain.line.paths import LinePaths
-from nstrain.line.retention import Found, apply_retention, find_checkpoints, keep
+from nstrain.line.retention import (
+    Found,
+    apply_retention,
+    find_checkpoints,
+    find_set_aside,
+    keep,
+    remove_set_aside,
+    set_aside_later,
+)
 
 K, R, X = True, False, None  # kept, rolling, unreadable
 
@@ -103,3 +112,58 @@ def test_garbage_under_the_name_that_a_deletion_uses_does_not_stop_it(paths: Lin
     shutil.copytree(paths.checkpoint(10), paths.checkpoints / "u00000010.partial")
     apply_retention(paths, keep_last=1)
     assert sorted(os.listdir(paths.checkpoints)) == ["latest", "u00000020"]
+
+
+# ---- rolled back -----------------------------------------------------------------------------------------------------
+
+
+def test_a_rollback_sets_aside_what_came_later_and_it_goes_once_the_line_is_beyond_it(
+    paths: LinePaths, make_checkpoint: Any
+) -> None:
+    """Numbers decide: u9 < u10 < u100; one that is as far as the newest set aside is not beyond it."""
+    for update in (9, 10, 99, 100):
+        write_checkpoint(paths, make_checkpoint(update, kept=update in (10, 100)))
+    assert set_aside_later(paths, 9) == ["u00000010", "u00000099", "u00000100"]
+    assert newest_good(paths) == paths.checkpoint(9)
+    assert paths.checkpoint_updates() == [9]
+    load_checkpoint(paths.set_aside / "u00000099")
+    for update in (10, 99, 100):
+        write_checkpoint(paths, make_checkpoint(update, seed=1))
+        assert remove_set_aside(paths, update) == []
+        assert find_set_aside(paths) == {"u00000010": 10, "u00000099": 99, "u00000100": 100}
+    write_checkpoint(paths, make_checkpoint(101, seed=1))
+    assert remove_set_aside(paths, 101) == ["u00000010", "u00000099", "u00000100"]
+    assert not paths.set_aside.exists()
+    assert remove_set_aside(paths, 102) == []
+
+
+def test_two_rollbacks_from_the_same_update_keep_both(paths: LinePaths, make_checkpoint: Any) -> None:
+    for seed in (1, 2, 3):
+        for update in (10, 20):
+            write_checkpoint(paths, make_checkpoint(update, seed=seed))
+        set_aside_later(paths, 10)
+    assert find_set_aside(paths) == {"u00000020": 20, "u00000020.2": 20, "u00000020.3": 20}
+    seeds = [load_checkpoint(paths.set_aside / name).state["settings"]["seed"] for name in find_set_aside(paths)]
+    assert seeds == [1, 2, 3]
+    assert remove_set_aside(paths, 20) == []
+    assert len(remove_set_aside(paths, 21)) == 3
+
+
+def test_a_rollback_to_the_newest_or_to_none_moves_nothing(paths: LinePaths, make_checkpoint: Any) -> None:
+    write_checkpoint(paths, make_checkpoint(10))
+    assert set_aside_later(paths, 10) == []
+    with pytest.raises(Refusal, match="u00000007: no such checkpoint"):
+        set_aside_later(paths, 7)
+    assert newest_good(paths) == paths.checkpoint(10)
+    assert not paths.set_aside.exists()
+
+
+def test_what_a_person_has_put_there_stays(paths: LinePaths, make_checkpoint: Any) -> None:
+    for update in (10, 20):
+        write_checkpoint(paths, make_checkpoint(update))
+    set_aside_later(paths, 10)
+    os.rename(paths.set_aside / "u00000020", paths.set_aside / "before-the-spike")
+    (paths.set_aside / "notes.txt").write_text("a person's")
+    write_checkpoint(paths, make_checkpoint(900))
+    assert remove_set_aside(paths, 900) == []
+    assert sorted(os.listdir(paths.set_aside)) == ["before-the-spike", "notes.txt"]

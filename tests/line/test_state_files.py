@@ -46,7 +46,7 @@ def test_heartbeat_has_exactly_the_agreed_fields(paths: LinePaths) -> None:
     write_heartbeat(paths, BEAT)
     agreed = (
         "time pid stage update tokens tokens_total loss tokens_per_s learning_rate cycle cycle_progress eta_s "
-        "checkpoint waiting_for waiting_since"
+        "checkpoint waiting_for waiting_since budget_s gpu_others slow_saving"
     )
     assert list(json.loads(paths.heartbeat.read_text())) == agreed.split()
 
@@ -93,8 +93,21 @@ def test_stop_is_asked_once_and_taken_away(paths: LinePaths) -> None:
     request_stop(paths)
     assert read_stop(paths) == first
     assert sorted(os.listdir(paths.root)) == ["STOP"]
+    request_stop(paths, at_cycle_end=3)
+    assert read_stop(paths) == first, "at once stays at once"
     clear_stop(paths)
     assert not stop_requested(paths)
+
+
+def test_a_stop_at_a_cycles_end_is_none_before_it_and_can_be_replaced(paths: LinePaths) -> None:
+    for cycle in (3, 5):
+        request_stop(paths, at_cycle_end=cycle)
+        request = read_stop(paths)
+        assert request is not None
+        assert request.at_cycle_end == cycle
+        assert not stop_requested(paths)
+    request_stop(paths)
+    assert stop_requested(paths)
 
 
 @pytest.mark.parametrize("text", ["", "please", "{}", "[1]", '{"requested_at": 1}'])

@@ -103,6 +103,7 @@ def make_line(root: Path) -> Path:
     nstrain("data", "val", "--work", data, "--tokens-per-source", 6 * UNIT_TOKENS)
     nstrain(
         *("new", run, "--model", "tiny-32k", "--data", data, "--peak-lr", "3e-3", "--threads", 1),
+        *("--device", "cpu"),
         *("--row-tokens", ROW_TOKENS, "--tokens-per-update", UPDATE_TOKENS, "--micro-rows", 4),
         *("--validate-every", 6, "--validation-rows", 2, "--checkpoint-every", 4, "--print-every", 3),
     )

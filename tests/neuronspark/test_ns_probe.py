@@ -105,6 +105,15 @@ def test_what_is_not_absent_is_there_and_nothing_else(name: str) -> None:
     assert all(reason for reason in absent.values())
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_says_what_its_probe_gives(name: str) -> None:
+    """Its parts, readings and members, on long rows that are asked for everything."""
+    model = build(**MODELS[name])
+    found = model.probe(rows_of(2, 71), EOS, 32)
+    members = {part: {stem(reading): v.shape[1] for reading, v in of.items()} for part, of in found.items()}
+    assert members == model.probe_members()
+
+
 def test_on_training_rows_there_are_no_segments() -> None:
     readings = build().probe(rows_of(2, 71), EOS, 70)
     found = {stem(reading) for part in readings.values() for reading in part}

@@ -35,6 +35,7 @@ def test_the_kernels_readings_are_the_references(monkeypatch: pytest.MonkeyPatch
     for part, readings in references.items():
         for name, expected in readings.items():
             error = (kernels[part][name] - expected).abs() / (expected.abs() + 1e-3)
+            assert torch.equal(kernels[part][name].isnan(), expected.isnan()), (part, name)
             assert error.nan_to_num().max() < 0.03, (part, name, error.max().item())
 
 

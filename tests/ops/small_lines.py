@@ -92,6 +92,7 @@ def make_small_line(directory: Path, cycles: int | None = CYCLES) -> LinePaths:
         UPDATE_TOKENS,
         row_tokens=ROW_TOKENS,
         threads=1,
+        device="cpu",
         validation={"every_updates": 8, "rows_per_source": 2},
         checkpoints={"every_updates": 4},
         line_id="small",

@@ -18,7 +18,7 @@ from nstrain.ops import check as check_module
 from nstrain.ops.check import Finding, check_line, refuse_failed
 from nstrain.ops.consumer import consumer_path
 from nstrain.record import local_disk
-from nstrain.settings.run import load_run
+from nstrain.settings.run import METRICS_VERSION, load_run
 
 
 def failures(paths: LinePaths, **options: Any) -> dict[str, str]:
@@ -101,7 +101,7 @@ def test_several_failures_at_once(trained: LinePaths) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "name"),
     [
-        ("metrics", 2, "run.json"),
+        ("metrics", METRICS_VERSION + 1, "run.json"),
         ("threads", 2, "settings"),
         ("id", "other", "settings"),
     ],
@@ -207,11 +207,29 @@ def test_missing_device(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_disk_estimate(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
     message = next(found.message for found in check_line(paths.root) if found.name == "disk")
-    # One at the start, three cycle ends, two rolling ones, one being written: of 1.9M parameters, 12 bytes each.
-    assert "7 checkpoints of 21.8 MiB and 3 cycles" in message
+    # One at the start, two rolling ones, the next cycle's end: of 1.9M parameters, 12 bytes each. Later two more ends.
+    assert "87.4 MiB more soon (checkpoints of 21.8 MiB and 3 data cycles)" in message
+    assert "checkpoints up to the schedule's end: 131.0 MiB" in message
     usage = shutil.disk_usage(paths.root)
     monkeypatch.setattr(check_module.shutil, "disk_usage", lambda place: usage._replace(free=100 << 20))
-    assert "100.0 MiB are free there" in failures(paths)["disk"]
+    message = next(found.message for found in check_line(paths.root) if found.name == "disk")
+    assert "the schedule's end does NOT fit: its checkpoints take 131.0 MiB, 1 more cycles do" in message
+    monkeypatch.setattr(check_module.shutil, "disk_usage", lambda place: usage._replace(free=80 << 20))
+    assert "80.0 MiB are free there" in failures(paths)["disk"]
+
+
+def test_rates_that_teach_nothing_and_an_average_that_never_begins(paths: LinePaths) -> None:
+    def message() -> str:
+        return next(found.message for found in check_line(paths.root, quick=True) if found.name == "learning rate")
+
+    assert "0.001 at most, 0.001 at the end (12.3K tokens); no average" in message()
+    edit(paths.run_json, lambda value: value.update(ema={"horizon_tokens": 2000, "from_tokens": 4000}))
+    assert "an average of the weights over 2,000 tokens from 4,000 on" in message()
+    edit(paths.run_json, lambda value: value["ema"].update(from_tokens=50_000))
+    assert "NO average: it would begin at 50K tokens, beyond the schedule" in message()
+    nothing = [{"from": 0, "to": None, "shape": "constant", "start": 0.0, "end": None}]
+    edit(paths.run_json, lambda value: value.update(learning_rate=nothing))
+    assert "it is 0 from 0 tokens to the schedule's end" in failures(paths, quick=True)["learning rate"]
 
 
 def test_line_in_two_directories(paths: LinePaths, tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataLine:
 
 def make(run: Path, data: DataLine, **options: Any) -> RunSettings:
     """A line with the fewest settings that one must give."""
-    arguments: dict[str, Any] = {"preset": "tiny-32k", "peak_lr": 1e-3, "tokens_per_update": UPDATE_TOKENS, **options}
+    least = {"preset": "tiny-32k", "peak_lr": 1e-3, "tokens_per_update": UPDATE_TOKENS, "device": "cpu"}
+    arguments: dict[str, Any] = {**least, **options}
     return new_line(run, work=arguments.pop("work", data.work), **arguments)
 
 
@@ -44,13 +45,25 @@ def test_defaults_come_from_the_data_line_and_are_visible(tmp_path: Path, data: 
     assert settings.row_tokens_at(1) == UNIT_TOKENS  # below 4096
     assert settings.model.config["vocab_size"] == 384  # the tokenizer's, padded to 128
     total = CYCLES * CYCLE_TOKENS
-    assert settings.learning_rate.warmup_tokens % UPDATE_TOKENS == 0
-    assert 0 < settings.learning_rate.warmup_tokens <= max(UPDATE_TOKENS, 0.03 * total)
-    assert settings.learning_rate.decay is None
+    warm_up, constant = settings.learning_rate
+    assert constant.shape == "constant"
+    assert constant.from_tokens % UPDATE_TOKENS == 0
+    assert 0 < constant.from_tokens <= max(UPDATE_TOKENS, 0.03 * total)
+    assert (warm_up.to_tokens, warm_up.start, warm_up.end, constant.start) == (constant.from_tokens, 0.0, 1e-3, 1e-3)
+    assert settings.ema is None
+    assert settings.branch is None
     assert settings.threads == len(os.sched_getaffinity(0))
     assert settings.optimizer.clip_norm == 1.0
     assert set(dump(settings)) == set(RunSettings.model_fields)
     assert tree(tmp_path / "run") == ["checkpoints", "locks", "run.json"]
+
+
+@pytest.mark.parametrize(("found", "device"), [(True, "cuda"), (False, "cpu")])
+def test_a_gpu_is_used_where_there_is_one(
+    tmp_path: Path, data: DataLine, monkeypatch: pytest.MonkeyPatch, found: bool, device: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: found)
+    assert make(tmp_path / "run", data, device=None).device == device
 
 
 def test_first_consumer_entry(tmp_path: Path, data: DataLine) -> None:
@@ -74,6 +87,8 @@ def test_every_option_arrives(tmp_path: Path, data: DataLine) -> None:
         decay_tokens=CYCLE_TOKENS,
         decay_shape="sqrt",
         final_lr=1e-5,
+        ema_horizon_tokens=512,
+        ema_from_tokens=0,
         optimizer={"beta1": 0.8, "weight_decay_batch": 256},
         validation={"every_updates": 3, "rows_per_source": 5},
         checkpoints={"every_updates": 7, "keep_last": 4},
@@ -86,15 +101,21 @@ def test_every_option_arrives(tmp_path: Path, data: DataLine) -> None:
     assert value["tokens_per_update"] == ramp
     assert value["rows"] == [{"from_cycle": 1, "row_tokens": ROW_TOKENS}]
     assert value["lengths"] == {"64": {"micro_rows": 2, "recompute": "all"}}
-    assert value["learning_rate"] == {
-        "peak": 1e-3,
-        "warmup_tokens": 640,
-        "decay": {"from_tokens": 2 * CYCLE_TOKENS, "to_tokens": 3 * CYCLE_TOKENS, "shape": "sqrt", "final": 1e-5},
-    }
+    assert value["learning_rate"] == [
+        {"from": 0, "to": 640, "shape": "linear", "start": 0.0, "end": 1e-3},
+        {"from": 640, "to": None, "shape": "constant", "start": 1e-3, "end": None},
+        {"from": 2 * CYCLE_TOKENS, "to": 3 * CYCLE_TOKENS, "shape": "sqrt", "start": 1e-3, "end": 1e-5},
+    ]
+    assert value["ema"] == {"horizon_tokens": 512, "from_tokens": 0}
     assert (settings.optimizer.beta1, settings.optimizer.weight_decay_batch) == (0.8, 256)
     assert (settings.validation.every_updates, settings.validation.rows_per_source) == (3, 5)
     assert (settings.checkpoints.every_updates, settings.checkpoints.keep_last) == (7, 4)
     assert (settings.seed, settings.threads, settings.data.ahead_cycles, settings.print_every) == (9, 1, 2, 1)
+
+
+def test_a_horizon_alone_says_where_the_average_begins(tmp_path: Path, data: DataLine) -> None:
+    settings = make(tmp_path / "run", data, ema_horizon_tokens=700)
+    assert dump(settings)["ema"] == {"horizon_tokens": 700, "from_tokens": 700}
 
 
 def test_default_batch_leaves_updates_enough() -> None:
@@ -116,12 +137,16 @@ def test_default_batch_leaves_updates_enough() -> None:
         ({"row_tokens": 48}, "do not divide the data line's unit of 128"),
         ({"row_tokens": 2 * UNIT_TOKENS}, "do not divide the data line's unit of 128"),
         ({"row_tokens": 0}, "do not divide"),
-        ({"peak_lr": 0.0}, r"'learning_rate.peak': input should be greater than 0"),
-        ({"peak_lr": -1e-3}, r"'learning_rate.peak': input should be greater than 0"),
-        ({"peak_lr": float("nan")}, r"'learning_rate.peak'"),
+        ({"peak_lr": 0.0}, "the learning rate after warm-up must be greater than 0, found 0"),
+        ({"peak_lr": -1e-3}, "must be greater than 0, found -0.001"),
+        ({"peak_lr": float("nan")}, "must be greater than 0, found nan"),
+        ({"peak_lr": float("inf")}, r"'learning_rate.0.end': input should be a finite number"),
+        ({"decay_tokens": CYCLE_TOKENS, "final_lr": 0.1}, "the rate cannot fall from 0.001 to 0.1"),
+        ({"ema_from_tokens": 5}, "say over how many tokens the weights are averaged"),
+        ({"ema_horizon_tokens": -1}, "'ema.horizon_tokens': input should be greater than 0"),
         ({"micro_rows": 0}, r"micro_rows"),
         ({"decay_tokens": 10**9}, "does not fit the schedule"),
-        ({"decay_tokens": CYCLES * CYCLE_TOKENS}, "lies inside the warm-up"),
+        ({"decay_tokens": CYCLES * CYCLE_TOKENS}, "the decay begins at 0 tokens, inside the warm-up of"),
         ({"optimizer": {"beta3": 0.5}}, "did you mean 'beta"),
         ({"device": "tpu"}, "'device'"),
         ({"preset": "tiny"}, "no preset is called 'tiny'; there are: .*tiny-32k"),
@@ -187,7 +212,7 @@ def test_decay_of_an_open_ended_schedule(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="open-ended schedule"):
         make(tmp_path / "run", endless, decay_tokens=4096)
     settings = make(tmp_path / "run", endless)
-    assert settings.learning_rate.warmup_tokens == 2 * CYCLE_TOKENS  # 2 % of a hundred cycles
+    assert settings.learning_rate[1].from_tokens == 2 * CYCLE_TOKENS  # 2 % of a hundred cycles
 
 
 def test_killed_between_the_directory_and_the_entry(

@@ -21,10 +21,13 @@ from nstrain.base.disk import atomic_write_json
 from nstrain.base.errors import Refusal
 from nstrain.base.process import ProcessId, identify, this_process
 from nstrain.data.preparer import PreparerStatus, run_preparer
+from nstrain.line.branches import add_branch, new_branch
 from nstrain.line.paths import LinePaths
 from nstrain.line.state_files import Heartbeat, SupervisorState, request_stop, write_heartbeat, write_supervisor
+from nstrain.ops.lines import find_lines, lines_root
 from nstrain.ops.status import Status, status
-from nstrain.ops.status_page import render
+from nstrain.ops.status_page import render, watch_page
+from nstrain.ops.stop import stop_line
 from nstrain.record.journal import Journal
 from nstrain.settings.run import METRICS_VERSION, load_run
 
@@ -58,7 +61,7 @@ def record(paths: LinePaths, updates: int, loss: float = 2.5) -> None:
                 row |= {"train/loss": loss, "train/learning_rate": 1e-3, "perf/tokens_per_s": 1000.0}
             if update % 8 == 0:
                 row |= {f"val_{ROW_TOKENS}/mix": 3.0 + update, f"val_{ROW_TOKENS}/prose": 2.0 + update}
-            journal.commit(1, update, row)
+            journal.commit(update, row)
 
 
 def supervise(paths: LinePaths, **fields: Any) -> None:
@@ -252,7 +255,7 @@ def test_json_begins_with_the_fields_that_scripts_use(paths: LinePaths) -> None:
 def test_differences_are_shown(paths: LinePaths) -> None:
     record(paths, 10)
     with Journal.open(paths.journal, METRICS_VERSION) as journal:
-        assert journal.commit(1, 10, {"tokens": 1}) == "different"
+        assert journal.commit(10, {"tokens": 1}) == "different"
     look = status(paths.root)
     assert look.differences == 1
     assert "1 replayed updates differed" in page(look)
@@ -265,8 +268,97 @@ def test_disk_use_and_ready_cycles(paths: LinePaths) -> None:
     assert look.cycles_ready == (1, 2)
     cycles = work_of(paths) / "cycles"
     assert look.disk.cycles_bytes == sum(file.stat().st_size for file in cycles.rglob("*") if file.is_file())
-    assert 1000 < look.disk.checkpoints_bytes < 1100
+    assert 1000 < look.disk.kept_bytes < 1100
+    assert look.disk.rolling_bytes == look.disk.set_aside_bytes == 0
+    assert look.ahead_tokens == 2 * CYCLE_TOKENS
     assert look.disk.free_bytes > 0
+
+
+def test_losses_have_a_course_and_a_trend(paths: LinePaths) -> None:
+    record(paths, 100, loss=4.0)
+    assert status(paths.root).loss_trend == 0.0
+    record(paths, 200, loss=3.0)
+    look = status(paths.root)
+    assert look.loss_trend == -1.0
+    assert (len(look.losses), look.losses[0], look.losses[-1]) == (40, 4.0, 3.0)
+    assert "▁  -1.0000 in the last 100 updates" in page(look)
+
+
+def test_alarms_of_the_last_validation_and_of_the_last_losses(paths: LinePaths) -> None:
+    record(paths, 15)
+    with Journal.open(paths.journal, METRICS_VERSION) as journal:
+        journal.commit(16, {"tokens": 16 * UPDATE_TOKENS, "train/loss": 9.0, "train/loss_jump": 30.0})
+        journal.commit(17, {"tokens": 17 * UPDATE_TOKENS, "val_64/mix": 1.0, "val_64/dendritic/firing": 0.001})
+    look = status(paths.root)
+    assert [alarm.split()[0] for alarm in look.alarms] == ["u16:", "val_64/dendritic/firing"]
+    assert "jumped to 9.0000" in page(look)
+    assert "nearly dead" in page(look)
+
+
+def test_rolled_back_and_branched_lines_say_so(paths: LinePaths) -> None:
+    record(paths, 10)
+    with Journal.open(paths.journal, METRICS_VERSION) as journal:
+        journal.begin_generation(5)
+        journal.commit(5, {"tokens": 5 * UPDATE_TOKENS, "train/loss": 1.0})
+    add_branch(paths, new_branch(paths.root / "b1", "b1", 1, 8, 4096, "decay:1e3"))
+    look = status(paths.root)
+    assert (look.generation, look.update, look.branches) == (2, 5, (str(paths.root / "b1"),))
+    text = page(look)
+    assert "rolled back once" in text
+    assert "branches" in text
+
+
+def test_a_branchs_schedule_counts_on_from_its_fork(paths: LinePaths) -> None:
+    line = json.loads((work_of(paths) / "line.json").read_text())
+    line["fork"] = {"line": "x", "cycle": 1, "manifest_sha256": "0", "tokens": 5000}
+    atomic_write_json(work_of(paths) / "line.json", line)
+    ready = work_of(paths) / "cycles" / "000002"
+    ready.mkdir(parents=True)
+    (ready / "READY").write_text("")
+    look = status(paths.root)
+    assert look.tokens_total == 5000 + TOTAL_TOKENS
+    assert look.ahead_tokens == CYCLE_TOKENS
+
+
+def test_a_stop_at_a_cycles_end_is_shown(paths: LinePaths) -> None:
+    supervise(paths, trainer_pid=os.getpid())
+    beat(paths, os.getpid(), stage="training", update=3, tokens=3 * UPDATE_TOKENS, cycle=2, cycle_progress=0.5)
+    for cycle, message in ((4, "schedule has cycles 1 ... 3"), (1, "past the end of cycle 1: it stands in cycle 2")):
+        with pytest.raises(Refusal, match=message):
+            stop_line(paths.root, 0.0, at_cycle_end=cycle)
+    assert status(paths.root).stop_at_cycle_end is None
+    assert not stop_line(paths.root, 0.0, at_cycle_end=2).ended
+    look = status(paths.root)
+    assert (look.stop_at_cycle_end, look.stopping) == (2, False)
+    assert "to stop at the end of cycle 2" in page(look)
+    stop_line(paths.root, 0.0)
+    assert status(paths.root).stopping
+
+
+def test_lines_below_a_directory(paths: LinePaths, tmp_path: Path) -> None:
+    record(paths, 10)
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "run.json").write_text("{}")
+    found = find_lines(tmp_path)
+    assert [line.shown for line in found] == ["deep/er", "run"]
+    damaged, whole = found
+    assert damaged.status is None
+    assert "run.json" in (damaged.error or "")
+    assert damaged.row()[2] == "damaged"
+    assert whole.row()[:5] == ("run", "tiny-32k", "stopped", "10", "5,120 of 12.3K")
+    assert json.loads(json.dumps([line.to_json() for line in found]))[1]["update"] == 10
+    with pytest.raises(Refusal, match="no such directory"):
+        find_lines(tmp_path / "nowhere")
+
+
+def test_lines_below_the_hosts_work_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSTRAIN_HOST", str(tmp_path / "host.json"))
+    (tmp_path / "host.json").write_text("{}")
+    with pytest.raises(Refusal, match=r"name a directory to look into, or set work_root in .*host\.json"):
+        lines_root(None)
+    (tmp_path / "host.json").write_text(json.dumps({"work_root": str(tmp_path)}))
+    assert lines_root(None) == tmp_path
+    assert lines_root(str(tmp_path / "x")) == tmp_path / "x"
 
 
 def test_not_a_line(tmp_path: Path) -> None:
@@ -317,6 +409,23 @@ def test_page_of_a_failure_tells_why(paths: LinePaths, dead_process: ProcessId) 
     text = page(status(paths.root))
     assert "failed" in text
     assert "[Errno 12] no memory" in text
+
+
+def test_a_page_is_watched_until_the_reader_has_seen_enough(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(paths, 3)
+    seen: list[str] = []
+
+    def sleep(_: float) -> None:
+        seen.append(console.file.getvalue())  # type: ignore[attr-defined]
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        record(paths, 4)
+
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    monkeypatch.setattr("nstrain.ops.status_page.time.sleep", sleep)
+    watch_page(paths.root, console)
+    assert "2,048 of 12.3K" not in seen[0]
+    assert "2,048 of 12.3K" in seen[1]
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------

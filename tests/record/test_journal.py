@@ -13,7 +13,7 @@ import pytest
 
 from nstrain.base.errors import NstrainError, Refusal
 from nstrain.record import journal as journal_module
-from nstrain.record.journal import Journal
+from nstrain.record.journal import Journal, JournalReader
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def row(update: int, **more: float) -> dict[str, float]:
     return {"tokens": update * 512, "train/loss": 9.0 - update / 64, "time/wall": 1e9 + update, **more}
 
 
-def fill(journal: Journal, first: int, last: int, generation: int = 0, **more: float) -> None:
+def fill(journal: Journal, first: int, last: int, **more: float) -> None:
     for update in range(first, last + 1):
-        assert journal.commit(generation, update, row(update, **more)) == "new"
+        assert journal.commit(update, row(update, **more)) == "new"
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -36,23 +36,23 @@ def fill(journal: Journal, first: int, last: int, generation: int = 0, **more: f
 def test_rows_come_back_flat_in_order_with_their_kinds(path: Path) -> None:
     with Journal.open(path, 1) as journal:
         assert journal.last_row() is None
-        assert journal.last_update(0) is None
+        assert journal.last_update() is None
         assert list(journal.rows()) == []
         assert journal.names() == []
-        journal.commit(0, 0, {"tokens": 0, "val_256/mix": 9.5})
-        journal.commit(0, 1, {"tokens": 512, "skipped": 0, "train/loss": 2.0})
+        journal.commit(0, {"tokens": 0, "val_256/mix": 9.5})
+        journal.commit(1, {"tokens": 512, "skipped": 0, "train/loss": 2.0})
     with Journal.open_for_reading(path) as journal:
         rows = list(journal.rows())
         assert rows == [
-            {"update": 0, "generation": 0, "tokens": 0, "val_256/mix": 9.5},
-            {"update": 1, "generation": 0, "tokens": 512, "skipped": 0, "train/loss": 2.0},
+            {"update": 0, "generation": 1, "tokens": 0, "val_256/mix": 9.5},
+            {"update": 1, "generation": 1, "tokens": 512, "skipped": 0, "train/loss": 2.0},
         ]
         assert [type(value) for value in rows[1].values()] == [int, int, int, int, float]
         assert list(rows[1])[:2] == ["update", "generation"]
         assert journal.last_row() == rows[1]
-        assert journal.last_update(0) == 1
         assert journal.last_update() == 1
-        assert journal.last_update(1) is None
+        assert journal.last_update() == 1
+        assert journal.last_update(2) is None
         assert journal.names() == ["update", "tokens", "generation", "skipped", "train/loss", "val_256/mix"]
         assert journal.metrics_version == 1
 
@@ -67,7 +67,7 @@ def test_rows_from_an_update_on(path: Path) -> None:
 
 def test_a_library_s_numbers_are_recorded_as_python_s(path: Path) -> None:
     with Journal.open(path, 1) as journal:
-        journal.commit(0, 0, {"tokens": np.int64(5), "train/loss": np.float32(0.1)})  # type: ignore[dict-item]
+        journal.commit(0, {"tokens": np.int64(5), "train/loss": np.float32(0.1)})  # type: ignore[dict-item]
         (only,) = journal.rows()
         assert only["tokens"] == 5
         assert type(only["tokens"]) is int
@@ -92,19 +92,19 @@ def test_an_equal_replay_writes_nothing(path: Path) -> None:
         before, digest = list(journal.rows()), journal.digest()
         for update in range(3, 6):
             replayed = {**row(update), "time/wall": 7.0, "perf/tokens_per_s": 5.0}
-            assert journal.commit(0, update, replayed) == "equal"
+            assert journal.commit(update, replayed) == "equal"
         assert list(journal.rows()) == before
         assert journal.digest() == digest
         assert journal.differences() == 0
-        assert journal.commit(0, 6, row(6)) == "new"
+        assert journal.commit(6, row(6)) == "new"
 
 
 def test_nan_equals_nan_whatever_its_payload(path: Path) -> None:
     payload = struct.unpack("<d", bytes.fromhex("010000000000f87f"))[0]
     with Journal.open(path, 1) as journal:
-        journal.commit(0, 0, {"tokens": 0, "train/grad_norm": math.nan})
-        assert journal.commit(0, 0, {"tokens": 0, "train/grad_norm": payload}) == "equal"
-        assert journal.commit(0, 0, {"tokens": 0, "train/grad_norm": -math.nan}) == "equal"
+        journal.commit(0, {"tokens": 0, "train/grad_norm": math.nan})
+        assert journal.commit(0, {"tokens": 0, "train/grad_norm": payload}) == "equal"
+        assert journal.commit(0, {"tokens": 0, "train/grad_norm": -math.nan}) == "equal"
 
 
 @pytest.mark.parametrize(
@@ -122,11 +122,11 @@ def test_a_different_replay_is_kept_beside_the_row_and_counted(
     path: Path, recorded: dict[str, float], replayed: dict[str, float]
 ) -> None:
     with Journal.open(path, 1) as journal:
-        journal.commit(0, 0, recorded)
-        assert journal.commit(0, 0, replayed) == "different"
-        assert journal.commit(0, 0, recorded) == "equal"
-        assert journal.commit(0, 0, replayed) == "different"
-        key = {"update": 0, "generation": 0}
+        journal.commit(0, recorded)
+        assert journal.commit(0, replayed) == "different"
+        assert journal.commit(0, recorded) == "equal"
+        assert journal.commit(0, replayed) == "different"
+        key = {"update": 0, "generation": 1}
     with Journal.open_for_reading(path) as reader:
         assert reader.differences() == 2
         assert str(list(reader.rows())) == str([{**key, **recorded}])
@@ -139,7 +139,7 @@ def test_a_different_replay_is_kept_beside_the_row_and_counted(
 @pytest.mark.parametrize("update", [1, 7, -1])
 def test_a_journal_begins_at_update_0(path: Path, update: int) -> None:
     with Journal.open(path, 1) as journal, pytest.raises(Refusal, match="must be one of 0 to 0"):
-        journal.commit(0, update, row(update))
+        journal.commit(update, row(update))
 
 
 @pytest.mark.parametrize("update", [6, 7, 100, -1])
@@ -148,53 +148,91 @@ def test_a_gap_is_refused_and_nothing_written(path: Path, update: int) -> None:
         fill(journal, 0, 4)
         before = journal.digest()
         with pytest.raises(Refusal, match=rf"0 to 5, found {update}: rows were lost"):
-            journal.commit(0, update, row(update))
+            journal.commit(update, row(update))
         assert journal.digest() == before
-        assert journal.commit(0, 5, row(5)) == "new"
+        assert journal.commit(5, row(5)) == "new"
+
+
+def keys(journal: JournalReader) -> list[tuple[int, int]]:
+    """Generation and update of the line's rows."""
+    return [(int(r["generation"]), int(r["update"])) for r in journal.rows()]
 
 
 def test_a_rollback_opens_a_generation_and_the_lineage_follows_it(path: Path) -> None:
     with Journal.open(path, 1) as journal:
         fill(journal, 0, 9)
-        with pytest.raises(Refusal, match="must be one of 0 to 10"):
-            journal.commit(1, 11, row(11))
-        fill(journal, 5, 7, generation=1, extra=1.0)
-        with pytest.raises(Refusal, match="generation 1 has begun"):
-            journal.commit(0, 10, row(10))
-        with pytest.raises(Refusal, match="must be one of 5 to 8"):
-            journal.commit(1, 4, row(4))
+        with pytest.raises(Refusal, match="must be one of 0 to 10, found 11"):
+            journal.begin_generation(11)
+        assert journal.begin_generation(5) == 2
+        # Before anything of it is recorded, the line ends where the new generation begins.
+        assert (journal.last_update(), journal.last_update(1)) == (4, 9)
+        assert keys(journal) == [(1, u) for u in range(5)]
+        assert journal.begin_generation(5) == 2, "asked again, it is the same one"
+        with pytest.raises(Refusal, match="must be one of 0 to 5, found 6"):
+            journal.commit(6, row(6))
+        fill(journal, 5, 7, extra=1.0)
         # Updates 8 and 9 of the abandoned generation are kept, but are not the line's.
-        assert [(r["generation"], r["update"]) for r in journal.rows()] == [
-            *((0, u) for u in range(5)),
-            *((1, u) for u in range(5, 8)),
-        ]
-        assert [r["update"] for r in journal.rows(generation=0)] == list(range(10))
-        assert [r["update"] for r in journal.rows(generation=1, from_update=6)] == [6, 7]
-        assert journal.last_update() == 7
-        assert journal.last_update(0) == 9
-        with pytest.raises(
-            Refusal, match="must be one of 0 to 8"
-        ):  # what the abandoned generation reached is no matter
-            journal.commit(2, 9, row(9))
-        # Rolled back further: generation 1 is not the line's any more, but for nothing.
-        fill(journal, 2, 3, generation=2)
-        assert [(r["generation"], r["update"]) for r in journal.rows()] == [(0, 0), (0, 1), (2, 2), (2, 3)]
+        assert keys(journal) == [*((1, u) for u in range(5)), *((2, u) for u in range(5, 8))]
+        assert [r["update"] for r in journal.rows(generation=1)] == list(range(10))
+        assert [r["update"] for r in journal.rows(generation=2, from_update=6)] == [6, 7]
+        with pytest.raises(Refusal, match="0 to 8"):  # what the abandoned generation reached is no matter
+            journal.commit(9, row(9))
+        # Rolled back further: generation 2 is not the line's any more, but for nothing.
+        assert journal.begin_generation(2) == 3
+        assert journal.begin_generation(2) == 3
+        fill(journal, 2, 3)
+        assert keys(journal) == [(1, 0), (1, 1), (3, 2), (3, 3)]
         assert "extra" not in journal.names()
-        assert journal.rows_since(1) == list(journal.rows(generation=2))
-        assert journal.commit(2, 3, row(3)) == "equal"
+        assert journal.rows_since(1) == list(journal.rows(generation=3))
+        assert journal.begin_generation(2) == 4, "with rows of its own, the next is another one"
 
 
-def test_a_replay_in_an_abandoned_generation_is_still_compared(path: Path) -> None:
+def test_each_update_is_of_the_generation_that_the_line_has_there(path: Path) -> None:
+    """Also when a line goes on from a checkpoint before the one that it was rolled back to."""
     with Journal.open(path, 1) as journal:
-        fill(journal, 0, 3)
-        fill(journal, 2, 2, generation=1)
-        assert journal.commit(0, 3, row(3)) == "equal"
+        fill(journal, 0, 6)
+        journal.begin_generation(4)
+        assert [journal.generation_at(u) for u in (0, 3, 4, 5)] == [1, 1, 2, 2]
+        assert journal.commit(3, row(3)) == "equal"
+        assert journal.commit(4, row(4, other=1.0)) == "new"
+        assert journal.commit(4, row(4)) == "different", "compared with the row of the same generation"
+
+
+def test_a_branch_begins_with_its_parents_lineage_as_generation_0(path: Path, tmp_path: Path) -> None:
+    branch = tmp_path / "branch" / "journal.db"
+    branch.parent.mkdir()
+    with Journal.open(path, 1) as journal:
+        fill(journal, 0, 9)
+        journal.begin_generation(5)
+        fill(journal, 5, 8, extra=1.0)
+        before = journal.digest()
+        with pytest.raises(Refusal, match="its last update is 8, the fork is after update 9"):
+            Journal.make_branch(branch, journal, 9)
+        assert list(branch.parent.iterdir()) == []
+        Journal.make_branch(branch, journal, 6)
+        expected = [{**r, "generation": 0} for r in journal.rows() if r["update"] <= 6]
+        assert journal.digest() == before
+    with Journal.open(branch, 1) as journal:
+        assert list(journal.rows()) == expected
+        assert (journal.last_update(), journal.generation_at(6), journal.generation_at(7)) == (6, 0, 1)
+        with pytest.raises(Refusal, match="0 to 7, found 8"):
+            journal.commit(8, row(8))
+        fill(journal, 7, 8)
+        assert journal.begin_generation(7) == 2
+        assert keys(journal) == [(0, u) for u in range(7)]
+    with Journal.open_for_reading(path) as parent, pytest.raises(Refusal, match="exists already"):
+        Journal.make_branch(branch, parent, 3)
+    second = tmp_path / "second.db"
+    with Journal.open_for_reading(branch) as parent:
+        Journal.make_branch(second, parent, 6)
+    with Journal.open_for_reading(second) as journal:
+        assert list(journal.rows()) == expected, "a branch of a branch has both before it"
 
 
 def test_what_is_no_number_is_refused_and_nothing_written(path: Path) -> None:
     with Journal.open(path, 1) as journal:
         with pytest.raises(Refusal, match="train/loss"):
-            journal.commit(0, 0, {"tokens": 1, "train/loss": "nan"})  # type: ignore[dict-item]
+            journal.commit(0, {"tokens": 1, "train/loss": "nan"})  # type: ignore[dict-item]
         assert journal.last_row() is None
 
 
@@ -212,7 +250,7 @@ def test_another_format_is_refused(path: Path) -> None:
         db.execute("PRAGMA user_version = 9")
     db.close()
     for opened in (lambda: Journal.open(path, 1), lambda: Journal.open_for_reading(path)):
-        with pytest.raises(Refusal, match="format 1, found 9"):
+        with pytest.raises(Refusal, match="format 2, found 9"):
             opened()
 
 
@@ -263,8 +301,8 @@ def test_a_second_writer_waits_and_then_says_who_may_write(path: Path, monkeypat
     with Journal.open(path, 1) as journal, Journal.open(path, 1) as second:
         fill(journal, 0, 0)
         with journal._transaction(), pytest.raises(NstrainError, match="locked by another process"):
-            second.commit(0, 1, row(1))
-        assert second.commit(0, 1, row(1)) == "new"
+            second.commit(1, row(1))
+        assert second.commit(1, row(1)) == "new"
 
 
 # ---- readers and digests ---------------------------------------------------------------------------------------------
@@ -278,7 +316,7 @@ def test_a_reader_sees_one_state_while_a_writer_commits(path: Path) -> None:
                 rows = reader.rows()
                 seen = [next(rows)["update"]]
                 fill(journal, 10, 19, new_name=1.0)
-                journal.commit(0, 3, row(3, other=1.0))
+                journal.commit(3, row(3, other=1.0))
                 seen += [r["update"] for r in rows]
                 assert seen == list(range(10))
                 assert reader.last_update() == 9
@@ -311,19 +349,21 @@ def test_a_reader_cannot_write(path: Path) -> None:
 
 
 def test_the_digest_sees_every_reading_but_the_clock_s(tmp_path: Path) -> None:
-    def digest(name: str, *rows: tuple[int, int, dict[str, float]]) -> str:
+    def digest(name: str, *rows: tuple[int, dict[str, float]], rolled_back_to: int | None = None) -> str:
         with Journal.open(tmp_path / name, 1) as journal:
-            for generation, update, readings in rows:
-                journal.commit(generation, update, readings)
+            for update, readings in rows:
+                if update == rolled_back_to:
+                    journal.begin_generation(update)
+                journal.commit(update, readings)
             return journal.digest()
 
-    base = digest("base", (0, 0, {"a": 1.0, "b": 2}), (0, 1, {"a": math.nan, "time/wall": 1.0}))
-    assert digest("same", (0, 0, {"b": 2, "a": 1.0}), (0, 1, {"a": -math.nan, "perf/x": 4.0})) == base
+    base = digest("base", (0, {"a": 1.0, "b": 2}), (1, {"a": math.nan, "time/wall": 1.0}))
+    assert digest("same", (0, {"b": 2, "a": 1.0}), (1, {"a": -math.nan, "perf/x": 4.0})) == base
     others = [
-        digest("value", (0, 0, {"a": 1.5, "b": 2}), (0, 1, {"a": math.nan})),
-        digest("kind", (0, 0, {"a": 1.0, "b": 2.0}), (0, 1, {"a": math.nan})),
-        digest("name", (0, 0, {"a": 1.0, "c": 2}), (0, 1, {"a": math.nan})),
-        digest("short", (0, 0, {"a": 1.0, "b": 2})),
-        digest("generation", (0, 0, {"a": 1.0, "b": 2}), (1, 1, {"a": math.nan})),
+        digest("value", (0, {"a": 1.5, "b": 2}), (1, {"a": math.nan})),
+        digest("kind", (0, {"a": 1.0, "b": 2.0}), (1, {"a": math.nan})),
+        digest("name", (0, {"a": 1.0, "c": 2}), (1, {"a": math.nan})),
+        digest("short", (0, {"a": 1.0, "b": 2})),
+        digest("generation", (0, {"a": 1.0, "b": 2}), (1, {"a": math.nan}), rolled_back_to=1),
     ]
     assert len({base, *others}) == 6

@@ -30,11 +30,11 @@ def readings(update):
     return {"tokens": update * 512, **{f"train/r{i}": update + i / 64 for i in range(60)}}
 
 journal = Journal.open(Path(sys.argv[1]), 1)
-last = journal.last_update(0)
+last = journal.last_update()
 first = 0 if last is None else max(0, last - 5)  # as after a resume from an older checkpoint
 update = first
 while True:
-    found = journal.commit(0, update, readings(update))
+    found = journal.commit(update, readings(update))
     os.write(1, f"{update} {found}\\n".encode())
     update += 1
 """
@@ -98,7 +98,7 @@ def test_killed_at_each_of_the_first_steps(tmp_path: Path, n: int) -> None:
         committed = (n - 1) // 2 - 1
         assert assert_whole(path, committed) == committed
     with Journal.open(path, 1) as journal:
-        assert journal.last_update(0) == (None if n <= 2 else (n - 1) // 2 - 1)
+        assert journal.last_update() == (None if n <= 2 else (n - 1) // 2 - 1)
 
 
 def fill_until_full(path: Path) -> int:
@@ -108,13 +108,13 @@ def fill_until_full(path: Path) -> int:
 
     def commit_10_000(journal: Journal) -> None:
         for update in range(10_000):
-            journal.commit(0, update, {f"r{i}": dice.random() for i in range(200)})
+            journal.commit(update, {f"r{i}": dice.random() for i in range(200)})
             committed.append(update)
 
     with Journal.open(path, 1) as journal:
         with pytest.raises(DiskFull, match=r"journal\.db: .*bytes are free there"):
             commit_10_000(journal)
-        assert journal.last_update(0) == committed[-1]
+        assert journal.last_update() == committed[-1]
         assert [r["update"] for r in journal.rows()] == committed
     return len(committed)
 
@@ -132,12 +132,12 @@ def test_on_a_full_disk_it_says_so_stays_readable_and_goes_on_when_there_is_room
         rows = fill_until_full(path) if mounted else in_child_with_limit(path)
         assert rows > 5
         with Journal.open_for_reading(path) as reader:
-            assert reader.last_update(0) == rows - 1
+            assert reader.last_update() == rows - 1
         if mounted:
             subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         with Journal.open(path, 1) as journal:
-            assert journal.last_update(0) == rows - 1
-            assert journal.commit(0, rows, {"a": 1.0}) == "new"
+            assert journal.last_update() == rows - 1
+            assert journal.commit(rows, {"a": 1.0}) == "new"
         if mounted:
             assert_readable_though_full(path, rows)
     finally:
@@ -153,7 +153,7 @@ def assert_readable_though_full(path: Path, last: int) -> None:
             pass
     assert shutil.disk_usage(path).free == 0
     with Journal.open_for_reading(path) as reader:
-        assert reader.last_update(0) == last
+        assert reader.last_update() == last
 
 
 def in_child_with_limit(path: Path) -> int:
@@ -169,7 +169,7 @@ def in_child_with_limit(path: Path) -> int:
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     with Journal.open_for_reading(path) as reader:
-        last: Any = reader.last_update(0)
+        last: Any = reader.last_update()
     return int(last) + 1
 
 

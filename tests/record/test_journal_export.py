@@ -67,8 +67,8 @@ def test_every_number_reads_back_to_its_bits(tmp_path: Path, recorded: list[dict
     path.unlink(missing_ok=True)
     with Journal.open(path, 1) as journal:
         for update, readings in enumerate(recorded):
-            journal.commit(3, update, readings)
-        expected = [bits({"update": u, "generation": 3, **readings}) for u, readings in enumerate(recorded)]
+            journal.commit(update, readings)
+        expected = [bits({"update": u, "generation": 1, **readings}) for u, readings in enumerate(recorded)]
         assert [bits(row) for row in read_jsonl(exported(journal, "jsonl"))] == expected
         assert [bits(row) for row in read_csv(exported(journal, "csv"))] == expected
 
@@ -76,18 +76,18 @@ def test_every_number_reads_back_to_its_bits(tmp_path: Path, recorded: list[dict
 @pytest.fixture
 def journal(tmp_path: Path) -> Any:
     with Journal.open(tmp_path / "journal.db", 1) as journal:
-        journal.commit(0, 0, {"tokens": 0, "val_256/mix": 9.25, "val_256/b": 9.0, "time/wall": 1.5})
-        journal.commit(0, 1, {"tokens": 512, "skipped": 1, "train/loss": math.nan, "train/grad_norm": math.inf})
-        journal.commit(0, 2, {"tokens": 1024, "skipped": 0, "train/loss": -0.0, "train/grad_norm": -math.inf})
+        journal.commit(0, {"tokens": 0, "val_256/mix": 9.25, "val_256/b": 9.0, "time/wall": 1.5})
+        journal.commit(1, {"tokens": 512, "skipped": 1, "train/loss": math.nan, "train/grad_norm": math.inf})
+        journal.commit(2, {"tokens": 1024, "skipped": 0, "train/loss": -0.0, "train/grad_norm": -math.inf})
         yield journal
 
 
 def test_jsonl_is_this(journal: Journal) -> None:
     assert exported(journal, "jsonl").splitlines() == [
-        '{"update": 0, "tokens": 0, "generation": 0, "time/wall": 1.5, "val_256/b": 9.0, "val_256/mix": 9.25}',
-        '{"update": 1, "tokens": 512, "generation": 0, "skipped": 1, "train/grad_norm": "Infinity", '
+        '{"update": 0, "tokens": 0, "generation": 1, "time/wall": 1.5, "val_256/b": 9.0, "val_256/mix": 9.25}',
+        '{"update": 1, "tokens": 512, "generation": 1, "skipped": 1, "train/grad_norm": "Infinity", '
         '"train/loss": "NaN"}',
-        '{"update": 2, "tokens": 1024, "generation": 0, "skipped": 0, "train/grad_norm": "-Infinity", '
+        '{"update": 2, "tokens": 1024, "generation": 1, "skipped": 0, "train/grad_norm": "-Infinity", '
         '"train/loss": -0.0}',
     ]
 
@@ -95,15 +95,16 @@ def test_jsonl_is_this(journal: Journal) -> None:
 def test_csv_is_this(journal: Journal) -> None:
     assert exported(journal, "csv").splitlines() == [
         "update,tokens,generation,skipped,time/wall,train/grad_norm,train/loss,val_256/b,val_256/mix",
-        "0,0,0,,1.5,,,9.0,9.25",
-        "1,512,0,1,,Infinity,NaN,,",
-        "2,1024,0,0,,-Infinity,-0.0,,",
+        "0,0,1,,1.5,,,9.0,9.25",
+        "1,512,1,1,,Infinity,NaN,,",
+        "2,1024,1,0,,-Infinity,-0.0,,",
     ]
 
 
 def test_after_a_rollback_only_the_line_as_it_stands_is_exported(journal: Journal) -> None:
-    journal.commit(1, 1, {"tokens": 512, "train/loss": 8.0})
-    assert [(r["generation"], r["update"]) for r in read_jsonl(exported(journal, "jsonl"))] == [(0, 0), (1, 1)]
+    journal.begin_generation(1)
+    journal.commit(1, {"tokens": 512, "train/loss": 8.0})
+    assert [(r["generation"], r["update"]) for r in read_jsonl(exported(journal, "jsonl"))] == [(1, 0), (2, 1)]
     header = exported(journal, "csv").splitlines()[0]
     assert "grad_norm" not in header
 
@@ -111,13 +112,13 @@ def test_after_a_rollback_only_the_line_as_it_stands_is_exported(journal: Journa
 def test_rows_committed_during_an_export_are_not_part_of_it(journal: Journal) -> None:
     class CommitsMeanwhile(io.StringIO):
         def write(self, text: str) -> int:
-            last = journal.last_update(0)
+            last = journal.last_update()
             assert last is not None
-            journal.commit(0, last + 1, {"tokens": 0, f"new{last}": 1.0})
+            journal.commit(last + 1, {"tokens": 0, f"new{last}": 1.0})
             return super().write(text)
 
     for form in ("jsonl", "csv"):
-        before = journal.last_update(0)
+        before = journal.last_update()
         with Journal.open_for_reading(journal.path) as reader:
             file = CommitsMeanwhile()
             assert export(reader, form, file) == (before or 0) + 1

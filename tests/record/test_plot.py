@@ -28,7 +28,7 @@ def validation(update: int, length: int = 256) -> dict[str, float]:
 
 
 def fill(journal: Journal, last: int) -> None:
-    journal.commit(0, 0, {"tokens": 0, **validation(0)})
+    journal.commit(0, {"tokens": 0, **validation(0)})
     for update in range(1, last + 1):
         skipped = update % 37 == 0
         readings = {
@@ -38,7 +38,7 @@ def fill(journal: Journal, last: int) -> None:
             "train/grad_norm": math.inf if skipped else 1.0 + update % 5,
             "train/learning_rate": 1e-3,
         }
-        journal.commit(0, update, {**readings, **(validation(update) if update % 50 == 0 else {})})
+        journal.commit(update, {**readings, **(validation(update) if update % 50 == 0 else {})})
 
 
 def pixels(path: Path) -> np.ndarray[Any, Any]:
@@ -49,7 +49,7 @@ def pixels(path: Path) -> np.ndarray[Any, Any]:
 
 def test_the_curves_are_those_of_the_journal(journal: Journal) -> None:
     fill(journal, 100)
-    journal.commit(0, 101, {"tokens": 101 * 512, "train/loss": 6.5, **validation(101, length=512)})
+    journal.commit(101, {"tokens": 101 * 512, "train/loss": 6.5, **validation(101, length=512)})
     curves = collect(journal)
     assert curves.last_update == 101
     assert curves.last_tokens == 101 * 512
@@ -96,13 +96,13 @@ def test_more_data_and_other_names_show(journal: Journal, tmp_path: Path) -> Non
     renamed = pixels(plot_line(journal, tmp_path / "3.png", name="another"))
     assert not np.array_equal(first, renamed)
     for update in range(51, 90):
-        journal.commit(0, update, {"tokens": update * 512, "train/loss": 5.0})
+        journal.commit(update, {"tokens": update * 512, "train/loss": 5.0})
     assert not np.array_equal(first, pixels(plot_line(journal, tmp_path / "4.png")))
 
 
 def test_a_line_whose_every_update_was_skipped(journal: Journal, tmp_path: Path) -> None:
-    journal.commit(0, 0, {"tokens": 0})
-    journal.commit(0, 1, {"tokens": 512, "skipped": 1, "train/loss": math.nan, "train/grad_norm": math.nan})
+    journal.commit(0, {"tokens": 0})
+    journal.commit(1, {"tokens": 512, "skipped": 1, "train/loss": math.nan, "train/grad_norm": math.nan})
     plot_line(journal, tmp_path / "curves.png")
 
 

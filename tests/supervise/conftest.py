@@ -20,6 +20,15 @@ from nstrain.line.paths import LinePaths
 from nstrain.line.state_files import read_supervisor
 
 
+@pytest.fixture(autouse=True)
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A host.json of the test's own, empty at first, in force for its processes as well."""
+    path = tmp_path / "host.json"
+    path.write_text("{}")
+    monkeypatch.setenv("NSTRAIN_HOST", str(path))
+    return path
+
+
 @pytest.fixture
 def paths(tmp_path: Path) -> LinePaths:
     """A new line, on a data line of which nothing is prepared."""

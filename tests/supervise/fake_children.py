@@ -3,12 +3,15 @@
     python fake_children.py trainer MODE RUN --parent-fd N
     python fake_children.py preparer MODE WORK --ahead A --parent-fd N
 
-They keep the real ones' manners: a lock, a heartbeat or preparer.json, an end on SIGTERM, STOP or the parent's death.
+They keep the real ones' manners: a lock, a heartbeat or preparer.json, an end on SIGTERM, STOP or the parent's death. A
+mode may be a row of modes, `hangs,works`: each launch takes the next one, the last one holds on. `checkpoints/latest`
+stands for the line's checkpoints: what a mode commits is a new name in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import select
@@ -17,8 +20,8 @@ import sys
 import time
 from pathlib import Path
 
-from nstrain.base.disk import FileLock, atomic_write_json
-from nstrain.line.paths import LinePaths
+from nstrain.base.disk import FileLock, atomic_write, atomic_write_json
+from nstrain.line.paths import LinePaths, checkpoint_name
 from nstrain.line.state_files import Heartbeat, Stage, stop_requested, write_heartbeat
 
 told: list[int] = []
@@ -30,7 +33,7 @@ def should_stop(parent_fd: int, paths: LinePaths | None = None) -> bool:
     return bool(told) or parent_gone or (paths is not None and stop_requested(paths))
 
 
-def beat(paths: LinePaths, stage: Stage, update: int, waiting_for: str | None = None) -> None:
+def beat(paths: LinePaths, stage: Stage, update: int, waiting_for: str | None = None, budget_s: float = 30.0) -> None:
     """The heartbeat of a trainer that trains 100 tokens an update."""
     since = time.time() if waiting_for else None
     write_heartbeat(
@@ -44,20 +47,59 @@ def beat(paths: LinePaths, stage: Stage, update: int, waiting_for: str | None = 
             loss=1.0,
             waiting_for=waiting_for,
             waiting_since=since,
+            budget_s=budget_s,
         ),
     )
 
 
-def trainer(mode: str, paths: LinePaths, parent_fd: int) -> int:
-    """works | dies slowly | done | refuses | crashes | hungry"""
-    lock = FileLock(paths.trainer_lock).acquire("the fake trainer's lock")
-    if mode == "refuses":
-        print("u1 trained\nbad_configuration: run.json: field 'x'\nhas a second line", flush=True)
-        return 2
-    if mode == "crashes":
-        print("u1 trained", flush=True)
-        raise ZeroDivisionError("a bug in the trainer")
+def launch_of(directory: Path, name: str) -> int:
+    """How often a child of this name has been started, this time included; every start's pid is noted."""
+    starts = directory / f"{name}-starts.json"
+    pids = [*(json.loads(starts.read_text()) if starts.exists() else []), os.getpid()]
+    atomic_write(starts, json.dumps(pids), durable=False)
+    return len(pids)
+
+
+def commit(paths: LinePaths, update: int) -> None:
+    """Have a new checkpoint's name in `latest`."""
+    paths.checkpoints.mkdir(exist_ok=True)
+    atomic_write(paths.latest, checkpoint_name(update))
+
+
+def trainer(modes: str, paths: LinePaths, parent_fd: int) -> int:
+    """works | slow | done | refuses | crashes | progresses (and crashes) | hungry | needs | full | taken |
+    hangs | hangs deaf | early (hangs before its first beat) | leaves (a process behind, and is done)"""
+    launch = launch_of(paths.root, "trainer")
+    row = modes.split(",")
+    mode = row[min(launch, len(row)) - 1]
+    if mode == "early":
+        time.sleep(600)
+    lock = FileLock(paths.trainer_lock).acquire("the fake trainer's lock", 5.0)
+    says = {
+        "refuses": ("bad_configuration: run.json: field 'x'\nhas a second line", 2),
+        "needs": ("needs_operator: 20 updates in a row were skipped", 4),
+        "full": ("disk_full: /data: cannot be written", 4),
+        "taken": ("gpu_taken: process 7 (other) on GPU-1", 5),
+    }
+    if mode in says:
+        print(f"u1 trained\n{says[mode][0]}", flush=True)
+        return says[mode][1]
+    if mode == "leaves":
+        os.spawnvp(os.P_NOWAIT, "sleep", ["sleep", "600"])
+        return 0
     update = 0
+    if mode in ("crashes", "progresses"):
+        print("u1 trained", flush=True)
+        if mode == "progresses":
+            commit(paths, launch)
+        raise ZeroDivisionError("a bug in the trainer")
+    if mode.startswith("hangs"):
+        beat(paths, "training", 1, budget_s=0.3)
+        if mode == "hangs deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while not told:
+            time.sleep(0.02)
+        return 3
     while not should_stop(parent_fd, paths):
         update += 1
         if mode == "done" and update > 5:
@@ -71,34 +113,39 @@ def trainer(mode: str, paths: LinePaths, parent_fd: int) -> int:
     beat(paths, "stopping", update)
     time.sleep(2.0 if mode == "slow" else 0.1)
     print(f"saved u{update}", flush=True)
+    commit(paths, 1000 * launch + update)
     (paths.root / "saved").write_text(str(update))
     lock.release()
     return 3
 
 
-def preparer(mode: str, work: Path, parent_fd: int) -> int:
-    """idle | done | refuses | crashes | stubborn"""
-    lock = FileLock(work / "preparer.lock").acquire("the fake preparer's lock")
-    stage = "failed" if mode == "refuses" else "waiting_consumer"
-    error = "source prose: ran out" if mode == "refuses" else None
+def preparer(modes: str, work: Path, parent_fd: int) -> int:
+    """idle | done | refuses | exhausted | crashes | stubborn | full (waits for the disk) | quiet (never says more)"""
+    lock = FileLock(work / "preparer.lock").acquire("the fake preparer's lock", 5.0)
+    row = modes.split(",")
+    mode = row[min(launch_of(work, "preparer"), len(row)) - 1]
+    stage = {"refuses": "failed", "exhausted": "failed", "full": "waiting_disk"}.get(mode, "waiting_consumer")
+    error = {"refuses": "source prose: is away", "exhausted": "source prose: ran out", "full": "no room"}.get(mode)
     value = {"pid": os.getpid(), "stage": stage, "cycle": 2, "progress": 0.0, "since": time.time(), "error": error}
     if mode != "crashes":
         atomic_write_json(work / "preparer.json", value)
-    starts = work / "preparer-starts.json"
-    starts.write_text(json.dumps([*(json.loads(starts.read_text()) if starts.exists() else []), os.getpid()]))
     if mode == "crashes":
         print("preparer: about to crash", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-    while mode in ("idle", "stubborn") and (mode == "stubborn" or not should_stop(parent_fd)):
+    if mode == "quiet":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+    while mode in ("idle", "full", "stubborn") and (mode == "stubborn" or not should_stop(parent_fd)):
         time.sleep(0.02)
     lock.release()
-    return {"refuses": 2, "done": 0}.get(mode, 3)
+    return {"refuses": 2, "exhausted": 4, "done": 0}.get(mode, 3)
 
 
 def main() -> int:
     """Behave as asked."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda n, _: told.append(n))
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     parser = argparse.ArgumentParser()
     parser.add_argument("role")
     parser.add_argument("mode")

@@ -1,6 +1,7 @@
 """A supervisor as a process of its own: `python foreground.py RUN TRAINER-MODE PREPARER-MODE`.
 
-The modes are those of fake_children.py, or "real" for the real child.
+The modes are those of fake_children.py, "real" for the real child, or "faulty" for the real trainer with the faults
+that are planned for it. It keeps QUICK's pace.
 """
 
 from __future__ import annotations
@@ -9,30 +10,58 @@ import sys
 from pathlib import Path
 
 from nstrain.base.errors import NstrainError
+from nstrain.gpu.readings import gpu_of
+from nstrain.supervise.pace import Pace
 from nstrain.supervise.supervisor import PREPARER_COMMAND, TRAINER_COMMAND, Supervisor
 
 FAKE = str(Path(__file__).with_name("fake_children.py"))
 
+QUICK = Pace(
+    tick_s=0.02,
+    relaunch_s=(0.05,),
+    hunger_s=0.3,
+    fed_s=1.5,
+    preparer_retry_s=0.3,
+    preparer_backoff_s=(0.05,),
+    preparer_grace_s=2.0,
+    dump_s=0.3,
+    term_grace_s=1.0,
+    kill_wait_s=1.0,
+    gpu_poll_s=0.1,
+    lease_poll_s=0.05,
+    notice_limit_s=5.0,
+    log_look_s=0.1,
+)
+
 
 def trainer_command(mode: str) -> tuple[str, ...]:
     """What starts a trainer of that mode."""
+    if mode == "faulty":
+        return (sys.executable, str(Path(__file__).with_name("faulty_trainer.py")))
     return TRAINER_COMMAND if mode == "real" else (sys.executable, FAKE, "trainer", mode)
 
 
 def preparer_command(mode: str) -> tuple[str, ...]:
-    """What starts a preparer of that mode."""
+    """What starts a preparer of that mode, which may be faults of the real one (faulty_preparer.py)."""
+    if mode.startswith(("full while ", "dies ")):
+        return (sys.executable, str(Path(__file__).with_name("faulty_preparer.py")), mode)
     return PREPARER_COMMAND if mode == "real" else (sys.executable, FAKE, "preparer", mode)
 
 
 def main() -> int:
     """Supervise, print what happens, exit as `nstrain run` would."""
     run, trainer, preparer = sys.argv[1:]
+    gpu = gpu_of
+    if trainer == "faulty":
+        from faulty_trainer import card_of
+
+        gpu = card_of(Path(run))
 
     def tell(text: str) -> None:
         print(text, flush=True)
 
     try:
-        supervisor = Supervisor(Path(run), tell, trainer_command(trainer), preparer_command(preparer))
+        supervisor = Supervisor(Path(run), tell, trainer_command(trainer), preparer_command(preparer), QUICK, gpu)
         return int(supervisor.run().exit_code)
     except NstrainError as error:
         print(error, file=sys.stderr, flush=True)

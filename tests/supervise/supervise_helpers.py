@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from foreground import QUICK, preparer_command, trainer_command
 
 from nstrain.base.process import ProcessId, alive
 from nstrain.line.paths import LinePaths
 from nstrain.line.state_files import SupervisorState, read_heartbeat, read_supervisor
+from nstrain.settings.run import load_run, save_run
+from nstrain.supervise.failures import Ending
+from nstrain.supervise.supervisor import Supervisor
 
 PATIENCE_S = 30.0
+
+
+def supervise(paths: LinePaths, trainer: str, preparer: str = "idle", **pace: Any) -> tuple[Ending, list[str]]:
+    """Run a line in this process at QUICK's pace, but for what is given; how it ended and what was told."""
+    events: list[str] = []
+    commands = trainer_command(trainer), preparer_command(preparer)
+    supervisor = Supervisor(paths.root, events.append, *commands, dataclasses.replace(QUICK, **pace))
+    return supervisor.run(), events
+
+
+def work_of(paths: LinePaths) -> Path:
+    """The line's data line."""
+    return Path(load_run(paths.run_json).data.work)
+
+
+def starts(directory: Path, name: str) -> list[int]:
+    """The pids of every fake child of this name (trainer, preparer) that was started, in order."""
+    noted = directory / f"{name}-starts.json"
+    return list(json.loads(noted.read_text())) if noted.exists() else []
+
+
+def set_guards(paths: LinePaths, **guards: float) -> None:
+    """Change guards in run.json."""
+    settings = load_run(paths.run_json)
+    save_run(paths.run_json, settings.model_copy(update={"guards": settings.guards.model_copy(update=guards)}))
 
 
 def wait_until(what: Callable[[], object], patience_s: float = PATIENCE_S) -> None:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from foreground import preparer_command, trainer_command
+from foreground import QUICK, preparer_command, trainer_command
 from rich.console import Console
 from supervise_helpers import wait_until
 
@@ -40,7 +40,8 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_shown(paths: LinePaths, console: Console, trainer: str = "done") -> str:
     """Run a line with a display; its outcome."""
     with Display(paths.root, console) as display:
-        supervisor = Supervisor(paths.root, display.event, trainer_command(trainer), preparer_command("idle"))
+        commands = trainer_command(trainer), preparer_command("idle")
+        supervisor = Supervisor(paths.root, display.event, *commands, QUICK)
         return supervisor.run().outcome
 
 

@@ -46,11 +46,9 @@ def test_killed_and_run_again(paths: LinePaths, start: Callable[..., SupervisorP
     trainer = second.wait_for_trainer()
     wait_until(reached(paths, 10))
     os.kill(trainer, signal.SIGKILL)
-    assert second.wait()[0] == ExitCode.FAILED
-    assert "the trainer was killed by SIGKILL" in (status(paths.root).reason or "")
-
-    code, output = start("real", "real").wait()
+    code, output = second.wait()
     assert code == ExitCode.DONE, output
+    assert "killed by SIGKILL" in output, "it was started again"
     look = status(paths.root)
     updates = CYCLES * CYCLE_TOKENS // UPDATE_TOKENS
     assert (look.state, look.update, look.tokens) == ("done", updates, CYCLES * CYCLE_TOKENS)

@@ -2,54 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from foreground import preparer_command, trainer_command
-from supervise_helpers import SupervisorProcess, gone, wait_until
+from foreground import QUICK, preparer_command, trainer_command
+from supervise_helpers import SupervisorProcess, gone, supervise, wait_until, work_of
 
 from nstrain.base.disk import FileLock
 from nstrain.base.errors import ExitCode, Refusal
 from nstrain.base.process import identify
-from nstrain.data.cycles import cycles_on_disk
-from nstrain.data.line import DataLine
-from nstrain.data.preparer import run_preparer
 from nstrain.line.paths import LinePaths
 from nstrain.line.state_files import read_heartbeat, read_supervisor, request_stop, stop_requested
-from nstrain.ops.consumer import consumer_path
 from nstrain.ops.status import status
 from nstrain.ops.stop import stop_line
 from nstrain.settings.run import load_run, save_run
-from nstrain.supervise import supervisor as supervisor_module
-from nstrain.supervise.supervisor import Ending, Supervisor
+from nstrain.supervise.failures import Ending
+from nstrain.supervise.supervisor import Supervisor
 
 Start = Callable[..., SupervisorProcess]
-
-
-@pytest.fixture
-def short_hunger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer in want of data is believed sooner."""
-    monkeypatch.setattr(supervisor_module, "HUNGER_S", 0.3)
-    monkeypatch.setattr(supervisor_module, "PREPARER_RETRY_S", 0.3)
-
-
-def supervise(paths: LinePaths, trainer: str, preparer: str) -> tuple[Ending, list[str]]:
-    """Run a line in this process; how it ended and what was told."""
-    events: list[str] = []
-    ending = Supervisor(paths.root, events.append, trainer_command(trainer), preparer_command(preparer)).run()
-    return ending, events
-
-
-def work_of(paths: LinePaths) -> Path:
-    """The line's data line."""
-    return Path(load_run(paths.run_json).data.work)
 
 
 # ---- how a line ends -------------------------------------------------------------------------------------------------
@@ -57,7 +32,7 @@ def work_of(paths: LinePaths) -> Path:
 
 def test_done(paths: LinePaths) -> None:
     ending, _ = supervise(paths, "done", "idle")
-    assert ending == Ending("done", ExitCode.DONE, None)
+    assert ending == Ending("done", ExitCode.DONE, None, "finished")
     state = read_supervisor(paths)
     assert state is not None
     assert (state.outcome, state.reason, state.launches) == ("done", None, 1)
@@ -74,100 +49,12 @@ def test_the_trainers_refusal_is_the_lines(paths: LinePaths) -> None:
     assert status(paths.root).reason == ending.reason
 
 
-def test_the_trainers_crash_is_told_with_its_traceback(paths: LinePaths) -> None:
-    ending, _ = supervise(paths, "crashes", "idle")
-    assert (ending.outcome, ending.exit_code) == ("failed", ExitCode.FAILED)
-    assert ending.reason is not None
-    assert ending.reason.startswith("Traceback")
-    assert ending.reason.endswith("ZeroDivisionError: a bug in the trainer")
-    assert "u1 trained" in paths.run_log.read_text()
-
-
 def test_trainer_that_cannot_be_started(paths: LinePaths) -> None:
     events: list[str] = []
-    ending = Supervisor(paths.root, events.append, ["/no/such/program"], preparer_command("idle")).run()
+    ending = Supervisor(paths.root, events.append, ["/no/such/program"], preparer_command("idle"), QUICK).run()
     assert (ending.outcome, ending.exit_code) == ("failed", ExitCode.FAILED)
     assert "/no/such/program" in (ending.reason or "")
     wait_until(lambda: not FileLock(work_of(paths) / "preparer.lock").held_elsewhere())
-
-
-# ---- the preparer ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("short_hunger")
-def test_preparers_refusal_ends_a_trainer_that_waits(paths: LinePaths) -> None:
-    ending, events = supervise(paths, "hungry", "refuses")
-    assert (ending.outcome, ending.exit_code) == ("failed", ExitCode.BAD_CONFIGURATION)
-    assert ending.reason == f"the preparer of {work_of(paths)}: source prose: ran out"
-    assert (paths.root / "saved").exists(), "the trainer was ended without a checkpoint"
-    assert sum("ran out" in event for event in events) == 2, "told once when it failed and once at the end"
-
-
-@pytest.mark.usefixtures("short_hunger")
-def test_preparers_crash_names_its_signal(paths: LinePaths) -> None:
-    ending, _ = supervise(paths, "hungry", "crashes")
-    assert (ending.outcome, ending.exit_code) == ("failed", ExitCode.FAILED)
-    assert "it was killed by SIGKILL" in (ending.reason or "")
-    assert "about to crash" in (ending.reason or "")
-
-
-def test_preparers_failure_does_not_end_a_trainer_that_has_data(paths: LinePaths, start: Start) -> None:
-    running = start("works", "refuses")
-    running.wait_for_trainer()
-    wait_until(lambda: running.state().reason is not None)
-    time.sleep(1.5 * supervisor_module.HUNGER_S)
-    assert running.process.poll() is None
-    look = status(paths.root)
-    assert look.state == "running"
-    assert "ran out" in (look.reason or "")
-    running.process.terminate()
-    code, _ = running.wait()
-    assert code == ExitCode.STOPPED
-
-
-@pytest.mark.usefixtures("short_hunger")
-def test_finished_preparer_is_started_once_more_for_a_trainer_that_waits(paths: LinePaths) -> None:
-    ending, _ = supervise(paths, "hungry", "done")
-    assert (ending.outcome, ending.exit_code) == ("failed", ExitCode.FAILED)
-    assert "it is done, but the trainer still waits" in (ending.reason or "")
-    assert len(json.loads((work_of(paths) / "preparer-starts.json").read_text())) == 2
-
-
-def test_another_process_prepares(paths: LinePaths) -> None:
-    lock = FileLock(work_of(paths) / "preparer.lock").acquire("the test's lock")
-    ending, events = supervise(paths, "done", "idle")
-    assert ending.outcome == "done"
-    assert any(f"process {os.getpid()} already" in event for event in events)
-    assert not (work_of(paths) / "preparer-starts.json").exists()
-    lock.release()
-
-
-def test_preparer_that_does_not_end_is_killed(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "PREPARER_GRACE_S", 0.3)
-    ending, _ = supervise(paths, "done", "stubborn")
-    assert ending.outcome == "done"
-    assert not FileLock(work_of(paths) / "preparer.lock").held_elsewhere()
-
-
-@pytest.mark.parametrize("preparer", ["done", "idle"])
-def test_consumed_cycles_are_deleted(paths: LinePaths, preparer: str) -> None:
-    """While no preparer runs ("done") and at the line's end ("idle": one that never deletes any)."""
-    line = DataLine.open(work_of(paths))
-    run_preparer(line.work, until_cycle=3, workers=0)
-    entry = consumer_path(line.work, "small")
-    entry.write_text(entry.read_text().replace('"cycle": 1', '"cycle": 3'))
-    _, events = supervise(paths, "done", preparer)
-    assert cycles_on_disk(line) == [3]
-    assert any("deleted consumed cycles 1, 2" in event for event in events)
-
-
-def test_missing_consumer_is_entered_before_the_preparer_starts(paths: LinePaths) -> None:
-    entry = consumer_path(work_of(paths), "small")
-    content = entry.read_bytes()
-    entry.unlink()
-    _, events = supervise(paths, "done", "idle")
-    assert entry.read_bytes() == content
-    assert any("missing entry" in event for event in events)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -286,16 +173,6 @@ def test_terminal_signals_do_not_reach_the_children(paths: LinePaths, start: Sta
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------
 
 
-def test_killed_trainer(paths: LinePaths, start: Start) -> None:
-    running = start()
-    os.kill(running.wait_for_trainer(), signal.SIGKILL)
-    code, _ = running.wait()
-    assert code == ExitCode.FAILED
-    look = status(paths.root)
-    assert look.state == "failed"
-    assert "the trainer was killed by SIGKILL" in (look.reason or "")
-
-
 def test_killed_supervisor(paths: LinePaths, start: Start) -> None:
     running = start("slow")
     trainer = identify(running.wait_for_trainer())
@@ -315,7 +192,7 @@ def test_killed_supervisor(paths: LinePaths, start: Start) -> None:
     assert not gone(trainer)
     code, output = after.wait()
     assert code == ExitCode.DONE
-    assert "waiting up to 60 s for trainer" in output
+    assert f"waiting for trainer {trainer.pid}, left behind" in output
     assert gone(trainer)
     assert gone(preparer)
     assert (paths.root / "saved").exists(), "the orphan ended without a checkpoint"
@@ -344,16 +221,15 @@ def test_stop_while_waiting_for_an_orphan(paths: LinePaths) -> None:
         events.append(text)
         request_stop(paths)
 
-    ending = Supervisor(paths.root, ask_to_stop, trainer_command("done"), preparer_command("idle")).run()
+    ending = Supervisor(paths.root, ask_to_stop, trainer_command("done"), preparer_command("idle"), QUICK).run()
     assert (ending.outcome, ending.exit_code) == ("stopped", ExitCode.STOPPED)
     assert not any("trainer started" in event for event in events)
     lock.release()
 
 
-def test_orphan_that_does_not_end_in_time(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "ORPHAN_WAIT_S", 0.3)
+def test_orphan_that_does_not_end_in_time(paths: LinePaths) -> None:
     lock = FileLock(paths.trainer_lock).acquire("the test's lock")
-    ending, _ = supervise(paths, "done", "idle")
+    ending, _ = supervise(paths, "done", "idle", orphan_wait_s=0.3)
     assert (ending.outcome, ending.exit_code) == ("failed", ExitCode.FAILED)
     assert f"trainer {os.getpid()} of an earlier supervisor still runs" in (ending.reason or "")
     lock.release()

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from rate_pieces import rate_pieces
 from tokenizers import models, pre_tokenizers, trainers
 
 from nstrain.base.disk import atomic_write_json
@@ -42,10 +43,12 @@ CYCLE_TOKENS = 2048
 WORDS = ["one", "two", "three", "four", "red", "green", "blue", "stone", "river", "tree", "wind", "light", "north"]
 
 
-def write_texts(root: Path) -> None:
+def write_texts(root: Path, short: bool) -> None:
     """Two sources of plain text with two directories each; every document is different."""
     draw = random.Random(4)
-    for source, documents, words in (("books", 120, 160), ("code", 90, 120)):
+    for source, documents, words in (
+        (("books", 600, 8), ("code", 400, 8)) if short else (("books", 120, 160), ("code", 90, 120))
+    ):
         for number in range(documents):
             path = root / source / ("a" if number % 3 else "b") / f"{number:03d}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,9 +70,9 @@ def train_tokenizer(root: Path, path: Path) -> int:
     return int(tokenizer.token_to_id("</s>"))
 
 
-def make_data_line(root: Path, cycles: int | None = 3) -> DataLine:
-    """A data line with its held-out rows; no cycle is prepared yet."""
-    write_texts(root / "texts")
+def make_data_line(root: Path, cycles: int | None = 3, short_documents: bool = False) -> DataLine:
+    """A data line with its held-out rows; no cycle is prepared yet. Short documents end within a row."""
+    write_texts(root / "texts", short_documents)
     eos = train_tokenizer(root / "texts", root / "tokenizer.json")
     sources = [
         RecipeSource(
@@ -107,11 +110,7 @@ def make_run(root: Path, data: DataLine, **changes: Any) -> LinePaths:
         "tokens_per_update": 5 * UNIT_TOKENS,
         "rows": [{"from_cycle": 1, "row_tokens": UNIT_TOKENS}],
         "lengths": {"32": {"micro_rows": 2}, "16": {"micro_rows": 4}},
-        "learning_rate": {
-            "peak": 1e-2,
-            "warmup_tokens": 640,
-            "decay": {"from_tokens": 2000, "to_tokens": 6000},
-        },
+        "learning_rate": rate_pieces(1e-2, 640, decay=(2000, 6000)),
         "optimizer": {"clip_norm": 1.0, "weight_decay_batch": 160},
         "validation": {"every_updates": 8, "rows_per_source": 3},
         "checkpoints": {"every_updates": 4, "every_minutes": None},

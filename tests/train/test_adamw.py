@@ -9,15 +9,18 @@ import torch
 from tiny_model import TinyModel
 from train_helpers import optimizer_settings, same_bits
 
-from nstrain.settings.run import LearningRate, OptimizerSettings
+from nstrain.settings.run import OptimizerSettings
 from nstrain.train.adamw import adamw_update, advance_step, clip_by_norm
 from nstrain.train.flat import FlatParameters
 from nstrain.train.model import DECAYED_GROUPS, parameter_places
 from nstrain.train.norms import gradient_norms
-from nstrain.train.schedule import learning_rate
 
-RATE = LearningRate.model_validate({"peak": 3e-3, "warmup_tokens": 50, "decay": {"from_tokens": 600, "to_tokens": 990}})
 DECAY = 0.1
+
+
+def rate_of(update: int) -> float:
+    """A warm-up, a plateau and a decay to 0."""
+    return 3e-3 * min(1.0, update / 50, max(0.0, (990 - update) / 390))
 
 
 def draw_gradients(parameters: dict[str, torch.Tensor], update: int) -> None:
@@ -37,18 +40,18 @@ class FlatRun:
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self.model = TinyModel(seed=5)
-        self.flat = FlatParameters(parameter_places(self.model))
+        self.flat = FlatParameters(parameter_places(self.model), with_ema=True)
         self.settings = settings
         self.step = torch.tensor(0.0)
         self.grads = {name: p.main_grad for name, p in self.model.named_parameters()}
 
-    def apply(self, rate: float) -> float:
+    def apply(self, rate: float, move: float = 0.0) -> float:
         norms = gradient_norms(self.flat)
         clip = clip_by_norm(norms.total, self.settings.clip_norm)
         advance_step(self.step, clip)
         for group in self.flat.groups:
             decay = torch.tensor(DECAY, dtype=torch.float64) if group.name in DECAYED_GROUPS else None
-            adamw_update(group, self.settings, clip, self.step, torch.tensor(rate), decay)
+            adamw_update(group, self.settings, clip, self.step, torch.tensor(rate), decay, torch.tensor(move))
         return norms.total.item()
 
 
@@ -58,7 +61,7 @@ def run_flat(updates: int) -> FlatRun:
         draw_gradients(run.grads, update)
         if is_skipped(update):
             run.grads["w1"].view(-1)[3] = math.nan
-        run.apply(learning_rate(RATE, update))
+        run.apply(rate_of(update), 0.1)
     return run
 
 
@@ -78,9 +81,10 @@ def test_equals_torch_over_1000_updates_with_skips() -> None:
         foreach=False,
     )
     run = FlatRun(optimizer_settings(clip_norm=0.2))
+    averages: dict[str, torch.Tensor] = {}
     clipped = skipped = 0
     for update in range(1, 1001):
-        rate = learning_rate(RATE, update)
+        rate = rate_of(update)
         draw_gradients(run.grads, update)
         for name, p in reference.named_parameters():
             p.grad = run.grads[name].clone()
@@ -92,7 +96,12 @@ def test_equals_torch_over_1000_updates_with_skips() -> None:
                 group["lr"] = rate
             clipped += bool(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.2) > 0.2)
             optimizer.step()
-        run.apply(rate)
+        move = 0.0 if update < 100 else 1.0 if update == 100 else 0.004
+        run.apply(rate, move)
+        if move and not is_skipped(update):
+            for name, p in reference.named_parameters():
+                average, weights = averages.get(name, torch.zeros(())), p.detach().double()
+                averages[name] = average + move * (weights - average)
     assert skipped == 12
     assert 100 < clipped < 900
     assert run.step.item() == 1000 - skipped
@@ -101,6 +110,13 @@ def test_equals_torch_over_1000_updates_with_skips() -> None:
         # divides by norm + 1e-6.
         torch.testing.assert_close(p.detach(), q.detach(), rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
         assert (p - TinyModel(seed=5).get_parameter(name)).abs().max() > 0.05
+    for group in run.flat.groups:
+        for cut in group.slices:
+            found = cut.of(group.buffer("ema")).double()
+            torch.testing.assert_close(
+                found, averages[cut.name], rtol=0, atol=2e-6, msg=lambda m, n=cut.name: f"{n}: {m}"
+            )
+            assert (found - run.model.get_parameter(cut.name)).abs().max() > 1e-4
 
 
 def test_one_update_equals_the_formula_in_fp64() -> None:
@@ -132,15 +148,15 @@ def test_a_skip_leaves_every_byte(bad: float, group: str) -> None:
     before = {
         (g.name, kind): g.buffer(kind).clone()  # type: ignore[arg-type]
         for g in run.flat.groups
-        for kind in ("weights", "exp_avg", "exp_avg_sq")
+        for kind in ("weights", "exp_avg", "exp_avg_sq", "ema")
     }
     step = run.step.item()
     draw_gradients(run.grads, 6)
     run.grads[run.model.groups()[group][0]].view(-1)[:2] = bad
-    run.apply(0.5)
+    run.apply(0.5, 0.5)
     assert run.step.item() == step
     for g in run.flat.groups:
-        for kind in ("weights", "exp_avg", "exp_avg_sq"):
+        for kind in ("weights", "exp_avg", "exp_avg_sq", "ema"):
             assert same_bits(g.buffer(kind), before[g.name, kind]), (g.name, kind)  # type: ignore[arg-type]
 
 

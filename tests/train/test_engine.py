@@ -16,13 +16,13 @@ from nstrain.train.flat import TENSOR_KINDS
 
 
 def engine_of(seed: int = 1, micro_rows: int = 3) -> EagerEngine:
-    engine = EagerEngine(TinyModel(seed=seed), optimizer_settings())
+    engine = EagerEngine(TinyModel(seed=seed), optimizer_settings(), with_ema=True)
     engine.set_length(LengthSettings(micro_rows=micro_rows, recompute="dendritic"))
     return engine
 
 
 def state_bytes(engine: EagerEngine) -> dict[tuple[str, str], bytes]:
-    return {(k, n): a.tobytes() for k in TENSOR_KINDS for n, a in engine.flat.export(k).items()}
+    return {(k, n): a.tobytes() for k in engine.flat.kinds for n, a in engine.flat.export(k).items()}
 
 
 def test_loss_is_the_mean_over_the_updates_real_tokens() -> None:
@@ -88,6 +88,29 @@ def test_two_runs_are_equal_bit_for_bit() -> None:
     assert state_bytes(a) == state_bytes(b)
 
 
+def test_readings_of_rows_are_the_models_and_touch_nothing() -> None:
+    engine = engine_of()
+    train_update(engine, random_rows(8), 3, 1e-2, 0.1)
+    engine.accumulate(random_rows(3), 1 / 24)
+    before = state_bytes(engine), [group.main_grad.clone() for group in engine.flat.groups]
+    rows = random_rows(7, row_tokens=12, seed=5)
+    losses = engine.token_losses(rows)
+    assert losses.dtype == np.float32
+    assert np.array_equal(losses, engine.model.token_losses(torch.from_numpy(rows)).numpy())
+    assert np.array_equal(engine.row_losses(rows), losses.astype(np.float64).mean(axis=1))
+    seen = []
+    engine.model.probe = lambda tokens, eos_id, train_length, *, attention: (  # type: ignore[method-assign]
+        seen.append((tokens.shape, eos_id, train_length, attention)),
+        {"layer00": {"gain": torch.ones(len(tokens), 1, dtype=torch.float64)}},
+    )[1]
+    engine.model.probe_members = lambda: {"layer00": {"gain": 1}}  # type: ignore[method-assign]
+    found = engine.probe(rows, 3, 8, attention=False)
+    assert seen == [((7, 13), 3, 8, False)]
+    assert found["layer00"]["gain"].tolist() == [[1.0]] * 7
+    assert state_bytes(engine) == before[0]
+    assert all(same_bits(g.main_grad, kept) for g, kept in zip(engine.flat.groups, before[1], strict=True))
+
+
 def test_derived_weights_are_refreshed_and_recompute_is_passed_on() -> None:
     engine = engine_of()
     assert engine.model.mode == "dendritic"
@@ -105,7 +128,7 @@ def test_derived_weights_are_refreshed_and_recompute_is_passed_on() -> None:
 def test_a_skipped_update_leaves_every_byte_and_the_next_is_normal(bad: float, micro_batch: int, name: str) -> None:
     spoiled, clean = engine_of(), engine_of()
     for engine in (spoiled, clean):
-        train_update(engine, random_rows(8, seed=1), 3, 1e-2, 0.1)
+        train_update(engine, random_rows(8, seed=1), 3, 1e-2, 0.1, 0.5)
     before = state_bytes(spoiled)
     first = spoiled.model.losses_taken
 
@@ -114,12 +137,14 @@ def test_a_skipped_update_leaves_every_byte_and_the_next_is_normal(bad: float, m
             spoiled.model.get_parameter(name).main_grad.view(-1)[-1] = bad
 
     spoiled.model.before_loss = spoil
-    readings = train_update(spoiled, random_rows(8, seed=2), 3, 1e-2, 0.1)
+    readings = train_update(spoiled, random_rows(8, seed=2), 3, 1e-2, 0.1, 0.5)
     assert readings.skipped
     assert not math.isfinite(readings.grad_norm)
     assert state_bytes(spoiled) == before
+    assert ("ema", name) in before
+    assert not any(bool(group.main_grad.any()) for group in spoiled.flat.groups)
     assert spoiled.counts == OptimizerCounts(step=1, consecutive_skips=1, total_skips=1)
-    after, expected = (train_update(e, random_rows(8, seed=3), 3, 1e-2, 0.1) for e in (spoiled, clean))
+    after, expected = (train_update(e, random_rows(8, seed=3), 3, 1e-2, 0.1, 0.5) for e in (spoiled, clean))
     assert after == expected
     assert state_bytes(spoiled) == state_bytes(clean)
     assert spoiled.counts == OptimizerCounts(step=2, consecutive_skips=0, total_skips=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
@@ -13,12 +12,9 @@ from hypothesis import strategies as st
 import neuronspark.probe
 from nstrain.base.errors import Refusal
 from nstrain.train.probe_readings import (
-    NEURONS,
     RULES,
     ProbedBatch,
-    firing_alarms,
     fraction_above,
-    mix_weights,
     probe_row,
     rule_of,
     weighted_mean,
@@ -75,25 +71,6 @@ def test_quantiles_of_thirds_infinities_and_nan() -> None:
 
 
 # --- rows and names ----------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    source: str
-    weight: float
-    tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2, np.int64))
-
-
-def test_weights_are_those_of_the_mix() -> None:
-    from nstrain.train.validation import source_readings
-
-    rows = [Row("a", 0.25), Row("a", 0.75), Row("b", 1.0), Row("left_out", 1.0)]
-    recipe = {"a": 3, "b": 1}
-    weights = mix_weights(rows, recipe)
-    assert weights.tolist() == [0.1875, 0.5625, 0.25, 0.0]
-    losses = np.array([1.0, 2.0, 4.0, 9.0])
-    by_source = {"a": 0.25 * 1 + 0.75 * 2, "b": 4.0, "left_out": 9.0}
-    assert (weights * losses).sum() == pytest.approx(source_readings(8, by_source, recipe)["val_8/mix"])
 
 
 def batch(weights: list[float], **parts: dict[str, list[list[float]]]) -> ProbedBatch:
@@ -251,30 +228,3 @@ def test_a_real_model_s_probe_becomes_a_row() -> None:
         assert f"val_40/{name}" in row
     assert sum(row[f"val_40/hippocampal/attn_dist_bin{k}"] for k in range(7)) == pytest.approx(1, abs=1e-6)
     assert not any("/rows/" in name for name in row)
-
-
-# --- alarms ------------------------------------------------------------------------------------------------------
-
-
-def test_alarms() -> None:
-    quiet = {
-        "val_64/dendritic/firing": 0.95,
-        "val_64/hippocampal/gate_firing": 0.8,
-        "val_64/hippocampal/layer03/ffn_gate_firing": 0.02,
-        "val_64/hippocampal/write_max": 1.0,
-        "val_64/dendritic/retention_p50": 0.0,
-        "train/loss": 0.0,
-    }
-    assert firing_alarms(quiet) == []
-    loud = {
-        "val_64/dendritic/layer00/firing": 0.96,
-        "val_64/hippocampal/gate_firing": 0.81,
-        "val_64/hippocampal/layer03/ffn_up_firing_seg2": 0.0199,
-        "val_64/hippocampal/ffn_in_firing": math.nan,
-    }
-    alarms = firing_alarms(loud)
-    assert [alarm.split(" is ")[0] for alarm in alarms] == list(loud)
-    assert "signed neurons seize (above 0.95)" in alarms[0]
-    assert "excitatory neurons seize (above 0.8)" in alarms[1]
-    assert "nearly dead (below 0.02)" in alarms[2]
-    assert set(NEURONS.values()) == {"excitatory", "signed"}

@@ -8,23 +8,20 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from train_helpers import optimizer_settings
+from rate_pieces import rate_pieces
+from train_helpers import optimizer_settings, run_settings
 
-from nstrain.settings.model import validate
-from nstrain.settings.run import LearningRate
+from nstrain.settings.run import RatePieces
 from nstrain.train.schedule import learning_rate, weight_decay
 
 
-def rate(**fields: Any) -> LearningRate:
-    return validate(LearningRate, fields, "learning_rate")
+def rate(*pieces: dict[str, Any]) -> RatePieces:
+    return run_settings(learning_rate=list(pieces)).learning_rate
 
 
-def decaying(shape: str, final: float = 0.001) -> LearningRate:
-    return rate(
-        peak=0.009,
-        warmup_tokens=100,
-        decay={"from_tokens": 1000, "to_tokens": 2000, "shape": shape, "final": final},
-    )
+def decaying(shape: str, final: float = 0.001) -> RatePieces:
+    decay = {"from": 1000, "to": 2000, "shape": shape, "start": 0.009, "end": final}
+    return rate(*rate_pieces(0.009, 100), decay)
 
 
 @pytest.mark.parametrize(
@@ -32,11 +29,16 @@ def decaying(shape: str, final: float = 0.001) -> LearningRate:
     [(0, 0.0), (1, 0.00009), (50, 0.0045), (99, 0.00891), (100, 0.009), (101, 0.009), (10**15, 0.009)],
 )
 def test_warm_up_then_constant(position: int, expected: float) -> None:
-    assert learning_rate(rate(peak=0.009, warmup_tokens=100), position) == pytest.approx(expected, rel=1e-12)
+    assert learning_rate(rate(*rate_pieces(0.009, 100)), position) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_piece_stays_at_its_end_until_the_next_begins() -> None:
+    warm_up = {"from": 0, "to": 100, "shape": "linear", "start": 0.0, "end": 0.009}
+    assert [learning_rate(rate(warm_up), p) for p in (100, 101, 10**15)] == [0.009] * 3
 
 
 def test_without_warm_up_the_first_update_is_at_the_peak() -> None:
-    assert learning_rate(rate(peak=0.009), 1) == 0.009
+    assert learning_rate(rate(*rate_pieces(0.009)), 1) == 0.009
 
 
 @pytest.mark.parametrize(
@@ -63,8 +65,24 @@ def test_edges_are_exact(shape: str, final: float) -> None:
 
 
 def test_a_decay_that_begins_where_the_warm_up_ends() -> None:
-    settings = rate(peak=0.5, warmup_tokens=10, decay={"from_tokens": 10, "to_tokens": 20})
+    settings = rate(*rate_pieces(0.5, 10, decay=(10, 20)))
     assert [learning_rate(settings, p) for p in (9, 10, 11, 19, 20)] == pytest.approx([0.45, 0.5, 0.45, 0.05, 0.0])
+
+
+def test_a_branchs_stages_each_begin_at_their_own_token() -> None:
+    """The trunk's pieces, cut inside a decay of its own; a decay from the rate there; then another rate."""
+    at_fork = learning_rate(decaying("cosine"), 1500)
+    settings = rate(
+        *rate_pieces(0.009, 100),
+        {"from": 1000, "to": 2000, "shape": "cosine", "start": 0.009, "end": 0.001},
+        {"from": 1500, "to": 1600, "shape": "linear", "start": at_fork, "end": 0.0002},
+        {"from": 1600, "shape": "constant", "start": 0.0005},
+    )
+    for position in (1, 100, 999, 1000, 1001, 1499, 1500):
+        assert learning_rate(settings, position) == learning_rate(decaying("cosine"), position)
+    assert learning_rate(settings, 1501) == pytest.approx(at_fork - (at_fork - 0.0002) / 100, rel=1e-12)
+    table = {1600: 0.0002, 1601: 0.0005, 2000: 0.0005, 2001: 0.0005, 10**15: 0.0005}
+    assert {p: learning_rate(settings, p) for p in table} == table, "an update belongs to the piece it was trained in"
 
 
 @given(st.sampled_from(["linear", "cosine", "sqrt"]), st.integers(0, 3000), st.integers(0, 3000))

@@ -12,6 +12,7 @@ from tiny_model import TinyModel
 from train_helpers import optimizer_settings, random_rows, run_settings
 
 from nstrain.base.errors import Refusal
+from nstrain.line.checkpoint import Checkpoint
 from nstrain.settings.run import LengthSettings
 from nstrain.train.checkpointing import (
     CycleOrder,
@@ -24,6 +25,7 @@ from nstrain.train.checkpointing import (
 )
 from nstrain.train.engine import EagerEngine, train_update
 from nstrain.train.flat import TENSOR_KINDS
+from nstrain.train.host_copy import HostCopy
 from nstrain.train.plan import Position
 
 ORDER = CycleOrder(cycle=3, row_tokens=8, manifest_sha256="ab" * 32, order_digest="cd" * 32)
@@ -38,8 +40,12 @@ def engine_of(seed: int = 1) -> EagerEngine:
     return engine
 
 
+def checkpoint_of(engine: EagerEngine, line: LineState, reason: str = "rolling", **changes: Any) -> Checkpoint:
+    return make_checkpoint(engine, run_settings(**changes), line, reason, HostCopy(engine).take().by_kind)
+
+
 def state_of(line: LineState, reason: str = "rolling", **changes: Any) -> dict[str, Any]:
-    return dict(make_checkpoint(engine_of(), run_settings(**changes), line, reason).state)
+    return dict(checkpoint_of(engine_of(), line, reason, **changes).state)
 
 
 @pytest.mark.parametrize("line", [INSIDE, BETWEEN, FRESH])
@@ -69,7 +75,7 @@ def test_restore_gives_back_every_byte_and_count() -> None:
     engine, other = engine_of(1), engine_of(2)
     for seed in range(3):
         train_update(engine, random_rows(4, seed=seed), 4, 1e-2, 0.1)
-    checkpoint = make_checkpoint(engine, run_settings(), INSIDE, "rolling")
+    checkpoint = checkpoint_of(engine, INSIDE)
     restore(other, checkpoint, "u41")
     assert other.counts == engine.counts
     for kind in TENSOR_KINDS:
@@ -78,7 +84,7 @@ def test_restore_gives_back_every_byte_and_count() -> None:
 
 
 def test_restore_refuses_another_models_moments_before_it_changes_anything() -> None:
-    checkpoint = make_checkpoint(engine_of(1), run_settings(), INSIDE, "rolling")
+    checkpoint = checkpoint_of(engine_of(1), INSIDE)
     checkpoint.tensors["exp_avg_sq"].pop("gain0")  # type: ignore[attr-defined]
     other = engine_of(2)
     before = other.flat.export("weights")

@@ -32,7 +32,8 @@ from nstrain.base.errors import ExitCode, NstrainError, Refusal
 from nstrain.data.consumers import read_consumers
 from nstrain.data.extend import extend_line
 from nstrain.data.line import DataLine
-from nstrain.line.checkpoint import BackgroundWriter, Checkpoint
+from nstrain.line.background import BackgroundWriter
+from nstrain.line.checkpoint import Checkpoint
 from nstrain.line.paths import LinePaths
 from nstrain.record.journal import Journal
 from nstrain.settings.run import METRICS_VERSION
@@ -84,7 +85,9 @@ def test_rows_of_a_whole_line(through: LinePaths) -> None:
     assert not any(name.startswith("train/") for name in rows[0])
     assert rows[-1]["train/learning_rate"] == 0.0
     assert rows[-1]["val_32/mix"] < rows[0]["val_32/mix"] - 2
-    assert len({frozenset(row) for row in rows}) == 3, "update 0, trained, trained and validated"
+    assert len({frozenset(row) for row in rows}) == 5, (
+        "update 0, and trained: validated or not, before and with a loss_jump"
+    )
 
 
 def test_checkpoints_of_a_whole_line(through: LinePaths, data: DataLine) -> None:
@@ -127,16 +130,16 @@ def test_what_happens_in_an_update_happens_in_order(line: LinePaths, monkeypatch
     events: list[tuple[str, int]] = []
     commit, submit = Journal.commit, BackgroundWriter.submit
 
-    def watched_commit(journal: Journal, generation: int, update: int, readings: Any) -> Any:
+    def watched_commit(journal: Journal, update: int, readings: Any) -> Any:
         assert ("val_32/mix" in readings) == (update % 8 == 0 or update % 13 == 0)
         if update == 1:
             assert line.latest.read_text().strip() == "u00000000"
         events.append(("row", update))
-        return commit(journal, generation, update, readings)
+        return commit(journal, update, readings)
 
-    def watched_submit(writer: BackgroundWriter, checkpoint: Checkpoint) -> None:
+    def watched_submit(writer: BackgroundWriter, checkpoint: Checkpoint, ready: Any) -> None:
         events.append(("checkpoint", checkpoint.state["update"]))
-        submit(writer, checkpoint)
+        submit(writer, checkpoint, ready)
 
     def watched_consumer(work: Path, id: str, cycle: int, row: int, tokens: int, root: Path) -> None:
         newest = int(line.latest.read_text().strip()[1:])
@@ -145,7 +148,7 @@ def test_what_happens_in_an_update_happens_in_order(line: LinePaths, monkeypatch
 
     monkeypatch.setattr(Journal, "commit", watched_commit)
     monkeypatch.setattr(BackgroundWriter, "submit", watched_submit)
-    monkeypatch.setattr("nstrain.train.loop.write_consumer", watched_consumer)
+    monkeypatch.setattr("nstrain.train.saving.write_consumer", watched_consumer)
     assert run_here(line, stop_after=17) == ExitCode.STOPPED
     saved = [0, 4, 8, 12, 13, 16, 17]
     assert [update for what, update in events if what == "row"] == list(range(18))
@@ -173,7 +176,7 @@ def test_the_lock_is_held_until_the_last_write_has_ended(line: LinePaths, monkey
             raise RuntimeError("a bad update")
         return False
 
-    monkeypatch.setattr("nstrain.line.checkpoint.write_checkpoint", slow_write)
+    monkeypatch.setattr("nstrain.line.background.write_checkpoint", slow_write)
     with pytest.raises(RuntimeError, match="a bad update"):
         run_here(line, spoil=fail)
     assert locked == [True]
@@ -292,7 +295,7 @@ def test_lost_checkpoints_are_not_taken_for_a_new_line(line: LinePaths) -> None:
         ({"tokens_per_update": 320}, "tokens_per_update was 160 and is now 320"),
         ({"metrics": METRICS_VERSION + 1}, "field 'metrics' is"),
         ({"model": {"preset": "stand-in", "config": {"vocab_size": 512, "width": 24}}}, "vocab_size was 384"),
-        ({"rows": [{"from_cycle": 1, "row_tokens": 16}]}, "rows was"),
+        ({"rows": [{"from_cycle": 1, "row_tokens": 16}]}, "rows.0.row_tokens was 32 and is now 16"),
         ({"validation": {"every_updates": 0, "rows_per_source": 1}}, None),
     ],
 )

@@ -121,6 +121,7 @@ def make_line(root: Path, data: DataLine, device: str) -> LinePaths:
         threads=2,
         tokens_per_update=4 * 32,
         checkpoints={"every_updates": 6, "every_minutes": None},
+        ema={"horizon_tokens": 2000, "from_tokens": 1500},
     )
 
 

@@ -50,15 +50,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataLine:
     return line
 
 
+EMA = {"horizon_tokens": 1000, "from_tokens": 2500}
+"""The average begins with update 17, in cycle 2: checkpoints before have none, those after have one."""
+
+
 @pytest.fixture
 def line(data: DataLine, tmp_path: Path) -> LinePaths:
-    return make_run(tmp_path / "run", data)
+    return make_run(tmp_path / "run", data, ema=EMA)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(data: DataLine, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The journal's digest and the final tensors of the line run through."""
-    paths = make_run(tmp_path_factory.mktemp("reference") / "run", data)
+    paths = make_run(tmp_path_factory.mktemp("reference") / "run", data, ema=EMA)
     assert run(paths) == ExitCode.DONE
     return outcome(paths)
 
@@ -66,17 +70,20 @@ def uninterrupted(data: DataLine, tmp_path_factory: pytest.TempPathFactory) -> O
 def outcome(paths: LinePaths) -> Outcome:
     digest, differences = journal_summary(paths)
     assert differences == 0
-    return digest, tensors_of(paths, LAST_UPDATE)
+    tensors = tensors_of(paths, LAST_UPDATE)
+    assert {kind for kind, _ in tensors} == {"weights", "exp_avg", "exp_avg_sq", "ema"}
+    return digest, tensors
 
 
 def test_killed_at_any_step_it_goes_on_to_the_same_bytes(uninterrupted: Outcome, line: LinePaths) -> None:
     kills = [
         "checkpoint:6",  # in the middle of the line's start checkpoint
         "train:5",  # an update is done, its row is not yet committed
-        "checkpoint:17",  # in the middle of a rolling checkpoint
+        "checkpoint:17",  # in the middle of a rolling checkpoint, while the next update trains and rows are read ahead
         "journal:14",  # a row is committed, its checkpoint is not
         "train:24",
         "checkpoint:11",
+        "checkpoint:31",  # retention, or a file of the average
     ]
     replays = 0
     for where in [*kills, None]:
@@ -146,6 +153,24 @@ def test_waits_for_data_visibly_and_can_be_stopped_meanwhile(tmp_path: Path) -> 
     assert rows_of(paths)[-1]["tokens"] == 4032
 
 
+def test_an_error_of_the_background_writer_ends_the_process_with_its_story_in_the_log(
+    uninterrupted: Outcome, line: LinePaths
+) -> None:
+    """A file lies where the directory of a later checkpoint is to be made. Launched again, the line mends it."""
+    trainer = launch(line)
+    wait_until(lambda: (last_update(line) or 0) >= 1, what="the first update")
+    (line.checkpoints / "u00000036.partial").write_text("in the way")
+    assert trainer.wait(timeout=60) == ExitCode.FAILED
+    log = log_of(line)
+    assert "NotADirectoryError" in log
+    assert "u00000036.partial" in log
+    assert "_write_files" not in log, "it came before a byte was written"
+    assert line.latest.read_text().strip() == "u00000032"
+    assert run(line) == ExitCode.DONE
+    assert "u00000036.partial: removed, left by an interrupted write" in log_of(line)
+    assert outcome(line) == uninterrupted
+
+
 def limit_file_size() -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -160,7 +185,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_process_and_nothing_is_los
         code = subprocess.run(
             command, stdout=log, stderr=log, env=environment(line), preexec_fn=limit_file_size, cwd=ROOT, check=False
         ).returncode
-    assert code == ExitCode.FAILED
+    assert code == ExitCode.NEEDS_OPERATOR
     assert "u00000004: cannot be written" in log_of(line)
     assert line.checkpoint_updates() == [0]
     assert run(line, NSTRAIN_KILL_POINT="train:13") == -signal.SIGKILL

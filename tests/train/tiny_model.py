@@ -76,6 +76,9 @@ class TinyModel(nn.Module):
         with torch.no_grad():
             return self._losses(tokens)[0]
 
+    def absent_readings(self) -> dict[str, str]:
+        return dict.fromkeys(("dendritic/*", "hippocampal/*"), "the tiny model has no layers of that kind")
+
     def refresh(self) -> None:
         self.refreshed += 1
 

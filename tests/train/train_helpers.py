@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from rate_pieces import rate_pieces
 
 from nstrain.settings.model import validate
 from nstrain.settings.run import OptimizerSettings, RunSettings
@@ -24,7 +25,7 @@ def run_settings(**changes: Any) -> RunSettings:
         "tokens_per_update": 64,
         "rows": [{"from_cycle": 1, "row_tokens": 8}],
         "lengths": {"8": {"micro_rows": 3}},
-        "learning_rate": {"peak": 1e-2, "warmup_tokens": 256},
+        "learning_rate": rate_pieces(1e-2, 256),
         "optimizer": {"clip_norm": 1.0},
         "validation": {"every_updates": 5, "rows_per_source": 2},
         "checkpoints": {"every_updates": 4, "every_minutes": None},

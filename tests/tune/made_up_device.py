@@ -29,6 +29,7 @@ class MadeUpDevice:
             memory=64 << 30,
             free=64 << 30,
             uuid=None,
+            machine=None,
             parameters=1_000_000,
             code="c0de",
             fixed=2 * MIB,
@@ -55,6 +56,11 @@ class MadeUpDevice:
         return self._ran.read_text().split("\n")[:-1] if self._ran.exists() else []
 
     @property
+    def jobs(self) -> list[dict[str, Any]]:
+        """What the trials were asked, in order."""
+        return [json.loads(line) for line in self._ran.with_name("jobs.txt").read_text().splitlines()]
+
+    @property
     def kernel_caches(self) -> set[str]:
         """Where the trials were told to keep compiled kernels."""
         return set(self._ran.with_name("caches.txt").read_text().splitlines())
@@ -79,6 +85,7 @@ def main() -> None:
         pipe.write(json.dumps(fields) + "\n")
 
     if "shape" not in job:
+        fail(world["machine"], arguments.ran.with_name(f"{os.getpid()}.pid"), send)
         versions = {"nstrain": "1", "torch": "2", "triton": None}
         send(
             machine={"device": "made up", "uuid": world["uuid"], "memory_bytes": world["memory"], "versions": versions}
@@ -89,6 +96,8 @@ def main() -> None:
     mode, rows = shape["recompute"], shape["micro_rows"]
     with arguments.ran.open("a") as file:
         file.write(f"{mode}/{rows} x {shape['row_tokens']}\n")
+    with arguments.ran.with_name("jobs.txt").open("a") as file:
+        file.write(json.dumps(job) + "\n")
     with arguments.ran.with_name("caches.txt").open("a") as file:
         file.write(os.environ["TRITON_CACHE_DIR"] + "\n")
     send(stage="timing")

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_card import UUID, FakeCard
 from made_up_device import MIB, MadeUpDevice
 
 from nstrain.base.disk import FileLock
-from nstrain.base.errors import NstrainError, Refusal
+from nstrain.base.errors import GpuTaken, NstrainError, Refusal
+from nstrain.gpu import borrowed
 from nstrain.gpu import lease as lease_module
 from nstrain.gpu.lease import gpu_lease
 from nstrain.line.paths import LinePaths
@@ -213,7 +215,7 @@ def test_a_line_that_has_trained_is_left_alone(paths: LinePaths, device: MadeUpD
     else:
         with Journal.open(paths.journal, METRICS_VERSION) as journal:
             for update in range(5):
-                journal.commit(1, update, {"train/loss": 1.0})
+                journal.commit(update, {"train/loss": 1.0})
     before = paths.run_json.read_bytes()
     with pytest.raises(Refusal, match=r"update 4: .*--measure-only .*allow_changes"):
         tuned(paths, device)
@@ -222,6 +224,17 @@ def test_a_line_that_has_trained_is_left_alone(paths: LinePaths, device: MadeUpD
     assert result.chosen[64].micro_rows == 8
     assert not result.written
     assert paths.run_json.read_bytes() == before
+
+
+def test_a_branch_may_be_tuned_until_it_trains(paths: LinePaths, device: MadeUpDevice) -> None:
+    value = json.loads(paths.run_json.read_text())
+    value["branch"] = {"from": "/trunk", "line": "t", "at_cycle": 1, "update": 4, "tokens": 512}
+    paths.run_json.write_text(json.dumps(value))
+    paths.checkpoint(4).mkdir()
+    assert tuned(paths, device).written
+    paths.checkpoint(5).mkdir()
+    with pytest.raises(Refusal, match="has trained up to update 5"):
+        tuned(paths, device)
 
 
 def test_a_line_with_its_start_checkpoint_alone_may_be_tuned(paths: LinePaths, device: MadeUpDevice) -> None:
@@ -252,23 +265,63 @@ def test_a_line_in_use_is_not_tuned(paths: LinePaths, device: MadeUpDevice, lock
     assert device.ran == []
 
 
+def on_a_gpu(paths: LinePaths, device: MadeUpDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCard:
+    """The line on a made-up GPU that nobody uses, as host.json's reader tells."""
+    card, host = FakeCard(tmp_path / "card"), tmp_path / "host.json"
+    host.write_text(json.dumps({"gpu_reader": card.source.reader}))
+    monkeypatch.setattr(lease_module, "LEASE_ROOTS", (tmp_path,))
+    monkeypatch.setattr(borrowed, "LEASE_WAIT_S", 0.0)
+    monkeypatch.setenv("NSTRAIN_HOST", str(host))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    change(paths, device="cuda")
+    device.change(uuid=UUID)
+    return card
+
+
 def test_the_gpu_is_leased(
     paths: LinePaths, device: MadeUpDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease_module, "LEASE_ROOTS", (tmp_path,))
-    monkeypatch.setattr("nstrain.tune.tuner.LEASE_WAIT_S", 0.0)
-    device.change(uuid="GPU-1")
+    on_a_gpu(paths, device, tmp_path, monkeypatch)
+    lease = gpu_lease(UUID)
     held: list[bool] = []
-    tune(paths.root, on_trial=lambda _: held.append(gpu_lease("GPU-1").held_elsewhere()), command=device.command)
+    tune(paths.root, on_trial=lambda _: held.append(lease.held_elsewhere()), command=device.command)
     assert held
     assert all(held)
+    assert not lease.held_elsewhere()
     ran = len(device.ran)
     with (
-        gpu_lease("GPU-1").acquire("the test"),
-        pytest.raises(NstrainError, match=f"the GPU GPU-1 is held by process {os.getpid()}"),
+        lease.acquire("the test"),
+        pytest.raises(GpuTaken, match=f"the GPU {UUID} is held by process {os.getpid()}"),
     ):
         tuned(paths, device, again=True)
     assert len(device.ran) == ran
+
+
+def test_nothing_touches_a_gpu_that_somebody_uses(
+    paths: LinePaths, device: MadeUpDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = on_a_gpu(paths, device, tmp_path, monkeypatch)
+    card.put(os.getppid())
+    device.change(machine="crashes")
+    with pytest.raises(GpuTaken, match=rf"process {os.getppid()} .* on {UUID}: wait until it has"):
+        tuned(paths, device)
+    card.put()
+    device.change(machine=None, uuid="GPU-2")
+    with pytest.raises(Refusal, match=f"torch uses GPU GPU-2, but .* the lease of {UUID} was taken"):
+        tuned(paths, device)
+    assert device.ran == []
+
+
+def test_trials_of_a_line_that_has_trained_run_with_its_kernels(paths: LinePaths, device: MadeUpDevice) -> None:
+    tuned(paths, device)
+    assert device.jobs[-1]["kernels"] == {}
+    checkpoint = paths.checkpoint(8)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps({"kernels": {"scan/64": {"any": {}}}}))
+    paths.latest.write_text(checkpoint.name + "\n")
+    result = tuned(paths, device, measure_only=True)
+    assert device.jobs[-1]["kernels"] == {"scan/64": {"any": {}}}
+    assert not any(trial.reused for trial in result.trials), "they ran with others"
 
 
 DRIVER = """

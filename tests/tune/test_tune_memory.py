@@ -11,8 +11,9 @@ MODE = "none"
 
 
 def test_persistent_bytes_by_dtype() -> None:
-    assert persistent_bytes(10, "cpu") == 160
-    assert persistent_bytes(10, "cuda") == 180
+    assert persistent_bytes(10, "cpu", ema=False) == 160
+    assert persistent_bytes(10, "cpu", ema=True) == 200
+    assert persistent_bytes(10, "cuda", ema=False) == 180
 
 
 def test_nothing_is_known_before_the_first_trial() -> None:

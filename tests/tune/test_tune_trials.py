@@ -30,7 +30,7 @@ runpy.run_module("nstrain.tune.trial", run_name="__main__")
 
 
 def job(paths: LinePaths, **fields: Any) -> dict[str, Any]:
-    return {"settings": json.loads(paths.run_json.read_text()), "vocabulary": 384, **fields}
+    return {"settings": json.loads(paths.run_json.read_text()), "vocabulary": 384, "kernels": {}, **fields}
 
 
 def test_a_line_is_tuned_by_the_command(paths: LinePaths) -> None:
@@ -122,19 +122,3 @@ def test_an_orphan_leaves(tmp_path: Path) -> None:
         trial.stdin.close()
         for fd in (parent_read, report_read, report_write):
             os.close(fd)
-
-
-@pytest.mark.gpu
-def test_a_line_is_tuned_on_a_gpu(paths: LinePaths) -> None:
-    from nstrain.gpu.arena import SLACK_BYTES
-    from nstrain.tune.tuner import TuneOptions, tune
-
-    settings = load_run(paths.run_json)
-    save_run(paths.run_json, settings.model_copy(update={"device": "cuda"}))
-    result = tune(paths.root, TuneOptions(seconds=0.5))
-    assert result.chosen[64].micro_rows in (1, 2, 4, 8)
-    for trial in result.trials:
-        assert trial.measured is not None, trial.reason
-        assert trial.measured.room_bytes > 4 * SLACK_BYTES, "the arena holds the card's memory"
-        assert 0 < trial.measured.transient_bytes < 4 * GIB, "and the trial's peak is what it used of it"
-    assert load_run(paths.run_json).lengths["64"].micro_rows == result.chosen[64].micro_rows

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from rate_pieces import rate_pieces
 
 from nstrain.base.errors import Refusal
 from nstrain.settings.run import RunSettings
@@ -44,7 +45,7 @@ def settings(batches: list[tuple[int, int]], rows: list[tuple[int, int]]) -> Run
         ],
         "rows": [{"from_cycle": cycle, "row_tokens": tokens} for cycle, tokens in rows],
         "lengths": {str(tokens): {"micro_rows": 1} for _, tokens in rows},
-        "learning_rate": {"peak": 0.1},
+        "learning_rate": rate_pieces(0.1),
         "optimizer": {"clip_norm": 1.0},
         "validation": {"every_updates": 1, "rows_per_source": 1},
         "checkpoints": {},

@@ -3,6 +3,9 @@
     x = RMSNorm(h);  q, k = RoPE(RMSNorm(W_q x)), RoPE(RMSNorm(W_k x))  a head;  h <- h + W_o attention(q, k, W_v x)
     x = RMSNorm(h);  h <- h + W_down(silu(W_gate x) * W_up x)
 
+With a short convolution the attention's x is x + convolution(x), over k tokens and a channel alone (Allen-Zhu, "Physics
+of Language Models: Part 4.1", calls such a layer Canon-A): attention then sees the tokens before each key.
+
 Llama (Touvron et al., 2302.13971) with QK norm (Dehghani et al., 2302.05442) and a gain a head and channel; SwiGLU is
 Shazeer's, 2002.05202. Shapes: B rows, L tokens, T = B L, w width, h heads of d channels, f feed-forward.
 """
@@ -14,7 +17,7 @@ import math
 from torch import Tensor
 
 from baselines.config import ModelConfig
-from baselines.operators import causal_attention, rotate, silu_product
+from baselines.operators import causal_attention, convolved, rotate, silu_product, taps_uniform
 from neuronspark import parameters
 from neuronspark.kernels.gradient import tapped
 from neuronspark.kernels.linear import project, project_onto
@@ -31,8 +34,14 @@ def attention_specs(config: ModelConfig) -> dict[str, ParameterSpec]:
     def matrix(outputs: int, inputs: int, scale: float = 1.0) -> ParameterSpec:
         return ParameterSpec((outputs, inputs), "matrix", parameters.fan_in_normal(scale))
 
+    taps = config.attention_convolution_tokens
+    convolution = {
+        "convolution": ParameterSpec((width, taps), "matrix", taps_uniform(taps)),
+        "convolution_bias": ParameterSpec((width,), "neuron", parameters.constant(0.0)),
+    }
     return {
         "norm": ParameterSpec((width,), "norm", parameters.constant(1.0)),
+        **(convolution if taps else {}),
         "w_q": matrix(width, width),
         "w_k": matrix(width, width),
         "w_v": matrix(width, width),
@@ -57,6 +66,9 @@ class AttentionLayer(ParameterModule):
         """The residual stream after the layer; T is a whole number of rows of `row_tokens` tokens."""
         eps = self.config.norm_eps
         x_Tw = rms_norm(h_Tw, tapped(self.norm), eps)
+        if self.config.attention_convolution_tokens:
+            x_BLw = x_Tw.unflatten(0, (-1, row_tokens))
+            x_Tw = x_Tw + convolved(x_BLw, self.convolution, tapped(self.convolution_bias)).flatten(0, 1)
         q_Tw, k_Tw, v_Tw = project(x_Tw, self.w_q, self.w_k, self.w_v)
         q_BLhd = rotate(self._heads(q_Tw, row_tokens, self.q_norm), rotary)
         k_BLhd = rotate(self._heads(k_Tw, row_tokens, self.k_norm), rotary)

@@ -31,6 +31,8 @@ class ModelConfig:
     """Channels of the feed-forward in an attention layer; above 0 if there is one."""
     head_width: int = 128
     """Channels of an attention head; even, since rotary embedding turns pairs."""
+    attention_convolution_tokens: int = 0
+    """Tokens that the convolution in front of an attention spans, the present one included; 0: there is none."""
     expansion: int = 2
     """Inner channels of a state-space layer are width times this."""
     state_head_width: int = 64
@@ -94,7 +96,7 @@ class ModelConfig:
         kinds = (int,) if annotation == "int" else (int, float)
         whole = "a whole number" if annotation == "int" else "a number"
         _require(isinstance(value, kinds) and not isinstance(value, bool), f"{name} is {value!r}: expected {whole}")
-        lowest_is_valid = name == "ffn_width" and value == 0
+        lowest_is_valid = name in ("ffn_width", "attention_convolution_tokens") and value == 0
         _require(math.isfinite(value) and (value > 0 or lowest_is_valid), f"{name} is {value!r}: expected more than 0")
 
     @staticmethod

@@ -116,6 +116,12 @@ class Baseline(ParameterModule):
             raise ValueError(f"recompute mode {mode!r}: expected one of {', '.join(RECOMPUTED)}")
         self._recomputed = RECOMPUTED[mode]
 
+    # --- probes --------------------------------------------------------------------------------------------
+
+    def absent_readings(self) -> dict[str, str]:
+        """The kinds of readings that this model does not have, and why."""
+        return dict.fromkeys(("dendritic/*", "hippocampal/*"), "a baseline has no layers of NeuronSpark's")
+
     # --- computation ---------------------------------------------------------------------------------------
 
     def loss(self, tokens: Tensor, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

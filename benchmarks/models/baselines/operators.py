@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from neuronspark.kernels.backend import use_triton
 from neuronspark.kernels.gradient import at_least_fp32, deliver
+from neuronspark.parameters import Initialiser
 
 # --- the gate of a SwiGLU and of a state space -----------------------------------------------------------------
 
@@ -84,6 +85,11 @@ def rotate(x_BLhd: Tensor, table: Tensor) -> Tensor:
 # --- the short convolution ---------------------------------------------------------------------------------------
 
 
+def taps_uniform(taps: int) -> Initialiser:
+    """Starting values of a convolution over so many tokens: uniform within 1 / sqrt(taps)."""
+    return lambda generator, shape: (torch.rand(shape, generator=generator) * 2 - 1) * taps**-0.5
+
+
 def _later(x_BLC: Tensor, tokens: int) -> Tensor:
     """The row moved `tokens` tokens later; zeros come in, what leaves the row is lost. Negative: earlier."""
     length = x_BLC.shape[1]
@@ -102,43 +108,50 @@ def _convolved(x_BLC: Tensor, weight_Ck: Tensor, bias_C: Tensor) -> Tensor:
     return total_BLC
 
 
-class _ConvolvedSilu(torch.autograd.Function):
+class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BLC: Tensor, weight_Ck: Tensor, bias_C: Tensor) -> Tensor:
+    def forward(ctx: Any, x_BLC: Tensor, weight_Ck: Tensor, bias_C: Tensor, with_silu: bool) -> Tensor:
         ctx.save_for_backward(x_BLC, bias_C)
-        ctx.weight = weight_Ck
+        ctx.weight, ctx.with_silu = weight_Ck, with_silu
         if use_triton(x_BLC):
-            from baselines.operators_triton import convolved_silu_forward
+            from baselines.operators_triton import convolution_forward
 
-            return convolved_silu_forward(x_BLC, weight_Ck, bias_C)
+            return convolution_forward(x_BLC, weight_Ck, bias_C, with_silu)
         sums_BLC = _convolved(at_least_fp32(x_BLC), at_least_fp32(weight_Ck), bias_C)
-        return functional.silu(sums_BLC).to(x_BLC.dtype)
+        return (functional.silu(sums_BLC) if with_silu else sums_BLC).to(x_BLC.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_BLC: Tensor) -> tuple[Tensor | None, ...]:
         x_BLC, bias_C = ctx.saved_tensors
         weight_Ck: Tensor = ctx.weight
         if use_triton(x_BLC):
-            from baselines.operators_triton import convolved_silu_backward
+            from baselines.operators_triton import convolution_backward
 
-            dx_BLC, dweight_Ck, dbias_C = convolved_silu_backward(x_BLC, weight_Ck, bias_C, dy_BLC)
-            return dx_BLC, deliver(weight_Ck, dweight_Ck), dbias_C
+            dx_BLC, dweight_Ck, dbias_C = convolution_backward(x_BLC, weight_Ck, bias_C, dy_BLC, ctx.with_silu)
+            return dx_BLC, deliver(weight_Ck, dweight_Ck), dbias_C, None
         x, weight, last = at_least_fp32(x_BLC), at_least_fp32(weight_Ck), weight_Ck.shape[1] - 1
-        ds_BLC = torch.ops.aten.silu_backward(at_least_fp32(dy_BLC), _convolved(x, weight, bias_C))
+        ds_BLC = at_least_fp32(dy_BLC)
+        if ctx.with_silu:
+            ds_BLC = torch.ops.aten.silu_backward(ds_BLC, _convolved(x, weight, bias_C))
         dx_BLC = torch.zeros_like(x)
         dweight_Ck = torch.empty_like(weight)
         for tap in range(last + 1):
             dx_BLC.addcmul_(_later(ds_BLC, tap - last), weight[:, tap])
             dweight_Ck[:, tap] = (_later(x, last - tap) * ds_BLC).sum((0, 1))
-        return dx_BLC.to(x_BLC.dtype), deliver(weight_Ck, dweight_Ck), ds_BLC.sum((0, 1))
+        return dx_BLC.to(x_BLC.dtype), deliver(weight_Ck, dweight_Ck), ds_BLC.sum((0, 1)), None
 
 
-def convolved_silu(x_BLC: Tensor, weight_Ck: Tensor, bias_C: Tensor) -> Tensor:
-    """silu of each channel's causal convolution over its row's last k tokens; zeros stand before a row's first token.
+def convolved(x_BLC: Tensor, weight_Ck: Tensor, bias_C: Tensor) -> Tensor:
+    """Each channel's causal convolution over its row's last k tokens; zeros stand before a row's first token.
 
     The weight is the parameter itself, whose gradient goes where kernels/gradient.py says.
     """
-    return _ConvolvedSilu.apply(x_BLC, weight_Ck, bias_C)
+    return _Convolution.apply(x_BLC, weight_Ck, bias_C, False)
+
+
+def convolved_silu(x_BLC: Tensor, weight_Ck: Tensor, bias_C: Tensor) -> Tensor:
+    """silu of `convolved`, as one operator."""
+    return _Convolution.apply(x_BLC, weight_Ck, bias_C, True)
 
 
 # --- attention -----------------------------------------------------------------------------------------------------

@@ -157,6 +157,7 @@ def _convolution_forward_kernel(
     row_tokens,
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
+    WITH_SILU: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -167,8 +168,9 @@ def _convolution_forward_kernel(
         owned = (t < tokens_T) & (c < CHANNELS)
         token = t.to(tl.int64)
         sums = _sums(x_ptr, weight_ptr, bias, token, t % row_tokens, c, owned, CHANNELS, TAPS)
-        silu, _ = _silu(sums)
-        tl.store(y_ptr + token * CHANNELS + c, silu, mask=owned)
+        if WITH_SILU:
+            sums, _ = _silu(sums)
+        tl.store(y_ptr + token * CHANNELS + c, sums, mask=owned)
 
 
 @triton.jit
@@ -183,6 +185,7 @@ def _convolution_backward_kernel(
     row_tokens,
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
+    WITH_SILU: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -199,9 +202,11 @@ def _convolution_backward_kernel(
         for ahead in tl.static_range(TAPS):
             owned = (t < tokens_T) & (c < CHANNELS) & (position + ahead < row_tokens)
             token = t.to(tl.int64) + ahead
-            sums = _sums(x_ptr, weight_ptr, bias, token, position + ahead, c, owned, CHANNELS, TAPS)
-            _, slope = _silu(sums)
-            ds = tl.load(dy_ptr + token * CHANNELS + c, mask=owned, other=0.0).to(tl.float32) * slope
+            ds = tl.load(dy_ptr + token * CHANNELS + c, mask=owned, other=0.0).to(tl.float32)
+            if WITH_SILU:
+                sums = _sums(x_ptr, weight_ptr, bias, token, position + ahead, c, owned, CHANNELS, TAPS)
+                _, slope = _silu(sums)
+                ds *= slope
             weight = tl.load(weight_ptr + c * TAPS + (TAPS - 1 - ahead), mask=c < CHANNELS, other=0.0)
             dx += weight.to(tl.float32) * ds
             if ahead == 0:
@@ -223,21 +228,21 @@ def _programs(config: Launch, tokens: int, channels: int) -> tuple[dict[str, int
     return options, (blocks_C, max(1, min(blocks_T, wanted // blocks_C)))
 
 
-def convolved_silu_forward(x_BLC: Tensor, weight_Ck: Tensor, bias_C: Tensor) -> Tensor:
-    """silu of the causal convolution."""
+def convolution_forward(x_BLC: Tensor, weight_Ck: Tensor, bias_C: Tensor, with_silu: bool) -> Tensor:
+    """The causal convolution, or its silu."""
     rows, row_tokens, channels = x_BLC.shape
     x_BLC, weight_Ck = x_BLC.contiguous(), weight_Ck.contiguous()
     y_BLC = torch.empty_like(x_BLC)
     tokens = rows * row_tokens
     options, grid = _programs(launch.pinned(CONVOLUTION_FORWARD, x_BLC.device), tokens, channels)
     _convolution_forward_kernel[grid](
-        x_BLC, weight_Ck, bias_C, y_BLC, tokens, row_tokens, channels, weight_Ck.shape[1], **options
+        x_BLC, weight_Ck, bias_C, y_BLC, tokens, row_tokens, channels, weight_Ck.shape[1], with_silu, **options
     )
     return y_BLC
 
 
-def convolved_silu_backward(
-    x_BLC: Tensor, weight_Ck: Tensor, bias_C: Tensor, dy_BLC: Tensor
+def convolution_backward(
+    x_BLC: Tensor, weight_Ck: Tensor, bias_C: Tensor, dy_BLC: Tensor, with_silu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, in its dtype, and of weight [C, k] and bias [C], in fp32."""
     (rows, row_tokens, channels), taps = x_BLC.shape, weight_Ck.shape[1]
@@ -257,6 +262,7 @@ def convolved_silu_backward(
         row_tokens,
         channels,
         taps,
+        with_silu,
         triton.next_power_of_2(taps + 1),
         **options,
     )
@@ -269,7 +275,7 @@ def compile_cases() -> Iterator[CompileCase]:
     pointers = {f"{name}_ptr": "*bf16" for name in ("gate", "x", "y", "dy", "dgate", "dx", "weight")}
     pointers |= {f"{name}_ptr": "*fp32" for name in ("cos", "sin", "bias", "partials")}
     types = {**pointers, "elements": "i32", "tokens_T": "i32", "row_tokens": "i32"}
-    convolution = {"CHANNELS": 5376, "TAPS": 4}
+    convolution = {"CHANNELS": 5376, "TAPS": 4, "WITH_SILU": True}
     for name, kernel, constants in (
         (PRODUCT_FORWARD, _product_forward_kernel, {}),
         (PRODUCT_BACKWARD, _product_backward_kernel, {}),

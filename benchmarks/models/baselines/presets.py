@@ -12,6 +12,7 @@ VOCABULARY = 130_560
 
 PRESETS = {
     "llama-tiny": ModelConfig(8192, 256, "A" * 2, 32_768, ffn_width=704, head_width=64),
+    "llama-1p3b": ModelConfig(VOCABULARY, 2048, "A" * 20, 32_768, ffn_width=5760),
     "llama-1p7b": ModelConfig(VOCABULARY, 2048, "A" * 28, 32_768, ffn_width=5632),
     "llama-2b": ModelConfig(VOCABULARY, 2560, "A" * 21, 32_768, ffn_width=7168),
     "mamba2-tiny": ModelConfig(8192, 256, "S" * 4, 32_768, state_width=64),

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from baselines.config import ModelConfig
-from baselines.operators import convolved_silu, silu_product
+from baselines.operators import convolved_silu, silu_product, taps_uniform
 from neuronspark import parameters
 from neuronspark.dendritic import inverse_softplus
 from neuronspark.kernels.dendritic_scan import dendritic_scan
 from neuronspark.kernels.gradient import at_least_fp32, tapped
 from neuronspark.kernels.linear import project, project_onto
 from neuronspark.kernels.rmsnorm import rms_norm
-from neuronspark.parameters import Initialiser, ParameterModule, ParameterSpec
+from neuronspark.parameters import ParameterModule, ParameterSpec
 
 FIRST_STEP = (1e-3, 1e-1)
 """Range of a head's mean step dt at the start, log-uniform."""
@@ -46,10 +46,6 @@ def _drawn_leak(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
     return (low + torch.rand(shape, generator=generator) * (high - low)).log()
 
 
-def _uniform(bound: float) -> Initialiser:
-    return lambda generator, shape: (torch.rand(shape, generator=generator) * 2 - 1) * bound
-
-
 def state_space_specs(config: ModelConfig) -> dict[str, ParameterSpec]:
     """The parameters of one state-space layer."""
     width, inner, heads, taps = config.width, config.inner_width, config.state_heads, config.convolution_tokens
@@ -62,8 +58,8 @@ def state_space_specs(config: ModelConfig) -> dict[str, ParameterSpec]:
         "w_z": matrix(inner, width),
         "w_vbc": matrix(config.convolved_width, width),
         "w_dt": matrix(heads, width),
-        "convolution": ParameterSpec((config.convolved_width, taps), "matrix", _uniform(taps**-0.5)),
-        "convolution_bias": ParameterSpec((config.convolved_width,), "neuron", _uniform(taps**-0.5)),
+        "convolution": ParameterSpec((config.convolved_width, taps), "matrix", taps_uniform(taps)),
+        "convolution_bias": ParameterSpec((config.convolved_width,), "neuron", taps_uniform(taps)),
         "dt_bias": ParameterSpec((heads,), "neuron", _drawn_step),
         "a_log": ParameterSpec((heads,), "neuron", _drawn_leak),
         "skip": ParameterSpec((heads,), "neuron", parameters.constant(1.0)),

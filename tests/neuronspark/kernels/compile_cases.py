@@ -9,7 +9,7 @@ import importlib
 import json
 import sys
 
-from neuronspark.kernels.launch import compile_case
+from neuronspark.kernels.launch import allowed_spill, compile_case
 
 
 def main() -> None:
@@ -18,7 +18,8 @@ def main() -> None:
     for case in importlib.import_module(module).compile_cases():
         print(json.dumps({"case": case.name}), flush=True)
         found = compile_case(case, card)
-        print(json.dumps({"case": case.name, **vars(found)}), flush=True)
+        allowed = {"allowed_spill": allowed_spill(case.name, card)}
+        print(json.dumps({"case": case.name, **vars(found), **allowed}), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from neuronspark.kernels.partial_sums_triton import SUM
 from neuronspark.kernels.rotary import rotary_table
 
 SMALL = {
-    FORWARD: {"BLOCK_T": 8, "HEADS_PER_PROGRAM": 2},
-    BACKWARD: {"BLOCK_T": 8},
+    FORWARD: {"BLOCK_T": 8, "HEADS_PER_PROGRAM": 2, "STAGES": 1},
+    BACKWARD: {"BLOCK_T": 8, "STAGES": 1},
     SUM: {"BLOCK_P": 4, "BLOCK_C": 16},
 }
 DTYPES = [torch.float32, torch.bfloat16]

@@ -14,8 +14,8 @@ from neuronspark.kernels.arbitration_triton import BACKWARD, FORWARD
 from neuronspark.kernels.partial_sums_triton import SUM
 
 SMALL = {
-    FORWARD: {"BLOCK_T": 4, "TILES": 2},
-    BACKWARD: {"BLOCK_T": 4, "TILES": 3},
+    FORWARD: {"BLOCK_T": 4, "TILES": 2, "STAGES": 1},
+    BACKWARD: {"BLOCK_T": 4, "TILES": 3, "STAGES": 1},
     SUM: {"BLOCK_P": 4, "BLOCK_C": 16},
 }
 DTYPES = [torch.float32, torch.bfloat16]

@@ -1,4 +1,4 @@
-"""Every pinned configuration compiles for every card it is pinned for, fits it and does not spill; no GPU is needed."""
+"""Every pinned configuration compiles for every card it is pinned for, fits it, spills no more than it says. No GPU."""
 
 from __future__ import annotations
 
@@ -41,5 +41,7 @@ def test_every_case_compiles_and_fits(module: str, card: str, tmp_path: Path) ->
     assert child.returncode == 0, f"{lines[-1:]} for {card}: {child.stderr[-2000:]}"
     found = [line for line in lines if "registers" in line]
     assert found, f"{module} names no case to compile"
-    wrong = [line for line in found if line["shared_bytes"] > SHARED_BYTES or line["spilled_bytes"] > 0]
+    wrong = [
+        line for line in found if line["shared_bytes"] > SHARED_BYTES or line["spilled_bytes"] > line["allowed_spill"]
+    ]
     assert not wrong, f"these do not fit {card}: {wrong}"

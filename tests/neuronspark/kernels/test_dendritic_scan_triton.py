@@ -89,7 +89,7 @@ def test_segments(device: torch.device, seed: int) -> None:
 def test_parts_of_groups(device: torch.device, seed: int) -> None:
     """Groups whose heads are several blocks, the last one smaller, add up to the same db and dc."""
     sizes = dendritic_scan_triton_forward.Sizes(1, 20, 22, 16, 16, 2, torch.float32)
-    assert 11 % dendritic_scan_triton_backward.block_heads(sizes)
+    assert 11 % dendritic_scan_triton_backward.gradient_head_block(sizes)
     assert_right(dendritic_scan, *draw((1, 20, 22, 16, 16, 2), device), seed)
 
 

@@ -144,8 +144,9 @@ def check_fused(
     where = f"NEURONSPARK_TEST_SEED={seed}"
     assert (distance < TIE).all(), f"quanta differ {distance.max():.1e} from a tie, {where}"
     assert flipped.sum() <= 2 + 1e-5 * flipped.numel(), f"{flipped.sum()} of {flipped.numel()} flipped, {where}"
-    heights = quanta.float() * inputs[-1].exp()
-    assert torch.equal(out, heights.to(out.dtype)), f"not theta * n rounded, {where}"
+    one_rounding = 2**-8 if out.dtype == torch.bfloat16 else 1e-6
+    off = (out.double() - quanta * theta).abs()
+    assert (off <= one_rounding * (quanta * theta).abs()).all(), f"not theta * n rounded, {where}"
 
     weights = draw(tuple(out.shape), out.dtype, device).masked_fill(ambiguous(ratio, LEVELS), 0)
     found = with_gradients(fused, inputs, weights)

@@ -1,0 +1,80 @@
+"""Which runs each part of the study wants, in order: pure functions of the table, so that a part can go on at any time.
+
+Rates are on a ladder. An arm's search begins with the rates in the middle, and goes on beside the best one until both
+of its neighbours are known, or it is the ladder's end: with one valley in the loss that finds its lowest step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.study.arms import BASELINES, DEFAULT, MECHANISMS, SHAPES
+from benchmarks.study.table import Table, best
+from benchmarks.study.training import Job
+
+RATES = (6e-4, 1.5e-3, 3e-3, 6e-3)
+FIRST_RATES = (3e-3, 1.5e-3)
+SEEDS = (0, 1, 2)
+EVIDENT_RATE = 3e-3
+"""What mechanisms are compared at before the default's best rate is known."""
+
+
+def wanted(parts: Sequence[str], table: Table) -> list[Job]:
+    """The jobs of some parts that are known to be wanted; those that depend on others' results come after these."""
+    return list(dict.fromkeys(job for part in parts for job in PARTS[part](table)))
+
+
+def best_rate(table: Table, arm: str, size: str = "50M") -> float:
+    """An arm's best rate so far."""
+    row = best(table.of(arm=arm, size=size, seed=SEEDS[0], recipe="one epoch"))
+    return EVIDENT_RATE if row is None else float(row["rate"])
+
+
+def search(table: Table, arms: Sequence[str], size: str = "50M") -> list[Job]:
+    """The rate search of some arms, the first rates of all of them first."""
+    jobs = [Job(arm, size, rate) for rate in FIRST_RATES for arm in arms]
+    for arm in arms:
+        known = {row["rate"] for row in table.of(arm=arm, size=size, seed=SEEDS[0], recipe="one epoch")}
+        if known.issuperset(FIRST_RATES):
+            at = RATES.index(best_rate(table, arm, size))
+            jobs += [Job(arm, size, RATES[n]) for n in (at - 1, at + 1) if 0 <= n < len(RATES)]
+    return jobs
+
+
+def noise_and_baselines(table: Table) -> list[Job]:
+    """Part 1: default and baselines, each at its own best rate; more seeds of the default, one more of a baseline."""
+    baselines = [arm.name for arm in BASELINES]
+    jobs = search(table, [DEFAULT.name, *baselines])
+    for arm, seeds in ((DEFAULT.name, SEEDS), *((name, SEEDS[:2]) for name in baselines)):
+        if all(table.find(job) for job in search(table, [arm])):
+            jobs += [Job(arm, "50M", best_rate(table, arm), seed) for seed in seeds]
+    return jobs
+
+
+def mechanisms(table: Table) -> list[Job]:
+    """Part 2: one change at a time at the default's best rate; the price of spikes at the best rate of each side."""
+    rate = best_rate(table, DEFAULT.name)
+    first, *others = MECHANISMS
+    jobs = [Job(DEFAULT.name, "50M", rate), *search(table, [first.name])]
+    return jobs + [Job(arm.name, "50M", rate) for arm in others]
+
+
+def shapes(table: Table) -> list[Job]:
+    """Part 3, at the default's best rate."""
+    rate = best_rate(table, DEFAULT.name)
+    return [Job(DEFAULT.name, "50M", rate), *(Job(arm.name, "50M", rate) for arm in SHAPES)]
+
+
+def final_pair(table: Table) -> list[Job]:
+    """Part 4: the default and the best baseline at 150M, two seeds each, at two thirds of the small models' best rates.
+
+    The best rate falls about with the square root of a model's size at these sizes.
+    """
+    found = [row for arm in BASELINES if (row := best(table.of(arm=arm.name, size="50M")))]
+    rival = best(found)
+    names = [DEFAULT.name, rival["arm"] if rival else BASELINES[-1].name]
+    rates = {name: round(best_rate(table, name) * 2 / 3, 6) for name in names}
+    return [Job(name, "150M", rates[name], seed, "final") for seed in SEEDS[:2] for name in names]
+
+
+PARTS = {"1": noise_and_baselines, "2": mechanisms, "3": shapes, "4": final_pair}

@@ -1,0 +1,347 @@
+"""Tables and curves from the table of runs, into the document that draws the conclusions.
+
+    python -m benchmarks.study.report --table benchmarks/study/results.jsonl --document docs/decisions/0009-study.md
+
+Everything between the two marks in the document is written anew; the rest of it, with the conclusions, is left as it
+is. Curves are PNG files beside it. All tables are about one data set: that of the newest row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.study.arms import ARMS, BASELINES, DEFAULT, MECHANISMS, SHAPES, Arm
+from benchmarks.study.plan import RATES
+from benchmarks.study.table import Row, Table, best
+from nstrain.base.disk import atomic_write
+from nstrain.base.errors import Refusal
+
+BEGIN, END = "<!-- written by benchmarks.study.report: begin -->", "<!-- written by benchmarks.study.report: end -->"
+SMALL, LARGE = "50M", "150M"
+
+
+# --- the noise -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """How far apart runs are that differ in their seed alone."""
+
+    sd: float | None
+    """Standard deviation of one run's validation loss, pooled over the arms that have several seeds; None without."""
+    degrees: int
+    """Its degrees of freedom: runs less arms."""
+
+    @property
+    def told_apart(self) -> float | None:
+        """The least difference of two runs that is not put down to seeds: two standard deviations of a difference."""
+        return None if self.sd is None else 2 * 2**0.5 * self.sd
+
+
+def noise_of(rows: Sequence[Row]) -> Noise:
+    """The pooled spread over seeds of each arm at each rate."""
+    squares, degrees = 0.0, 0
+    for group in _groups(rows):
+        losses = np.array([row["val"] for row in group])
+        squares += float(((losses - losses.mean()) ** 2).sum())
+        degrees += len(losses) - 1
+    return Noise((squares / degrees) ** 0.5 if degrees else None, degrees)
+
+
+def _groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows of one arm, rate and recipe that differ in their seed, where there is more than one."""
+    groups: dict[tuple[Any, ...], dict[int, Row]] = {}
+    for row in rows:
+        if row["val"] is not None:
+            groups.setdefault((row["arm"], row["size"], row["rate"], row["recipe"]), {})[row["seed"]] = row
+    return [list(group.values()) for group in groups.values() if len(group) > 1]
+
+
+# --- tables --------------------------------------------------------------------------------------------------------
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table; the first column is text, the others are numbers."""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *lines))
+
+
+def _loss(value: float | None) -> str:
+    return "diverged" if value is None else f"{value:.4f}"
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.4f}"
+
+
+def spread_table(rows: Sequence[Row]) -> str:
+    """Each arm's seeds: losses, mean, standard deviation, range."""
+    lines = []
+    for group in _groups(rows):
+        losses = [row["val"] for row in sorted(group, key=lambda row: row["seed"])]
+        lines.append(
+            [
+                f"{group[0]['arm']} {group[0]['size']} @ {group[0]['rate']:g}",
+                ", ".join(f"{loss:.4f}" for loss in losses),
+                f"{np.mean(losses):.4f}",
+                f"{np.std(losses, ddof=1):.4f}",
+                f"{max(losses) - min(losses):.4f}",
+            ]
+        )
+    return markdown(["runs", "losses by seed", "mean", "standard deviation", "range"], lines)
+
+
+def rates_table(table: Table, arms: Sequence[Arm]) -> str:
+    """Validation loss of each arm at each rate, seed 0."""
+    lines = []
+    for arm in arms:
+        rows = table.of(arm=arm.name, size=SMALL, seed=0, recipe="one epoch")
+        if not rows:
+            continue
+        by_rate = {row["rate"]: row for row in rows}
+        chosen = best(rows)
+        cells = [
+            ("" if rate not in by_rate else f"**{_loss(by_rate[rate]['val'])}**")
+            if chosen and rate == chosen["rate"]
+            else ("" if rate not in by_rate else _loss(by_rate[rate]["val"]))
+            for rate in RATES
+        ]
+        row = chosen or rows[-1]
+        lines.append(
+            [arm.name, *cells, f"{row['parameters'] / 1e6:.1f}", f"{row['flops_per_token'] / 1e6:.0f}", _speed(row)]
+        )
+    rates = [f"{rate:g}" for rate in RATES]
+    return markdown(["arm", *rates, "M parameters", "M FLOPs a token", "K tokens/s"], lines)
+
+
+def _speed(row: Row) -> str:
+    return "" if row["tokens_per_s"] is None else f"{row['tokens_per_s'] / 1e3:,.0f}"
+
+
+def differences_table(table: Table, arms: Sequence[Arm]) -> str:
+    """Each arm against the default at the same rate and seed; negative is better than the default."""
+    lines = []
+    for arm in arms:
+        row = best(table.of(arm=arm.name, size=SMALL, seed=0, recipe="one epoch"))
+        if row is None:
+            continue
+        default = _newest(table.of(arm=DEFAULT.name, size=SMALL, seed=0, recipe="one epoch", rate=row["rate"]))
+        sources = {} if default is None else default["val_by_source"]
+        lines.append(
+            [
+                arm.name,
+                arm.about,
+                f"{row['rate']:g}",
+                _loss(row["val"]),
+                "" if default is None else _signed(row["val"] - default["val"]),
+                *(_signed(row["val_by_source"][source] - sources[source]) for source in sources),
+                f"{row['parameters'] / 1e6:.1f}",
+                _speed(row),
+            ]
+        )
+    sources_named = list(table.rows[-1]["val_by_source"])
+    head = ["arm", "what it is", "rate", "loss", "less the default's", *sources_named, "M parameters", "K tokens/s"]
+    return markdown(head, lines)
+
+
+def _newest(rows: Sequence[Row]) -> Row | None:
+    return rows[-1] if rows else None
+
+
+def tasks_table(rows: Sequence[Row]) -> str:
+    """Induction and recall: share of right targets, and loss."""
+    names = list(rows[0]["tasks"]) if rows else []
+    lines = [
+        [_title(row), *(f"{row['tasks'][name]['right']:.0%} ({row['tasks'][name]['loss']:.2f})" for name in names)]
+        for row in rows
+    ]
+    return markdown(["run", *names], lines)
+
+
+def long_table(rows: Sequence[Row]) -> str:
+    """Loss on long rows, in all and by doublings of the position."""
+    lines = []
+    for row in rows:
+        for length, found in row["long_rows"].items():
+            later = found["by_position"][9:]
+            lines.append(
+                [f"{_title(row)}, {int(length):,} tokens", _loss(found["loss"]), *(f"{loss:.3f}" for loss in later)]
+            )
+    most = max((len(line) for line in lines), default=2) - 2
+    head = ["run and row length", "loss", *(f"{1 << (8 + k):,}-{1 << (9 + k):,}" for k in range(most))]
+    return markdown(head, [[*line, *[""] * (most + 2 - len(line))] for line in lines])
+
+
+HEALTH = (
+    ("dendritic/firing", ("min", "mean", "max")),
+    ("hippocampal/gate_firing", ("min", "mean", "max")),
+    ("hippocampal/ffn_in_firing", ("min", "mean", "max")),
+    ("hippocampal/ffn_gate_firing", ("min", "mean", "max")),
+    ("hippocampal/ffn_up_firing", ("min", "mean", "max")),
+    ("dendritic/retention", ("p50", "frac_gt_0.9")),
+    ("dendritic/tau", ("p50", "max")),
+    ("hippocampal/copy_pi", ("min", "p50", "max")),
+    ("hippocampal/clock_tau", ("min", "p50", "max")),
+)
+
+
+def health_table(rows: Sequence[Row]) -> str:
+    """Firing, retention and gradient norms."""
+    lines = []
+    for name, statistics in HEALTH:
+        cells = []
+        for row in rows:
+            found = row.get("health", {}).get(name)
+            cells.append("" if found is None else ", ".join(_short(found.get(statistic)) for statistic in statistics))
+        lines.append([f"{name} ({', '.join(statistics)})", *cells])
+    for name in ("p50", "p90", "max", "clipped", "skipped"):
+        lines.append([f"gradient norm, {name}", *(_short(row["gradient"][name]) for row in rows)])
+    return markdown(["reading", *map(_title, rows)], lines)
+
+
+def _short(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
+
+
+def _title(row: Row) -> str:
+    return f"{row['arm']} {row['size']} seed {row['seed']}"
+
+
+# --- curves --------------------------------------------------------------------------------------------------------
+
+
+def draw(rows: Sequence[Row], path: Path, what: str) -> None:
+    """Lines of one kind: `curve` over tokens, `document` over the position in the document, `long` over long rows."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=110)
+    for row in rows:
+        x, y = _points(row, what)
+        axes.plot(x, y, label=f"{_title(row)} @ {row['rate']:g}", linewidth=1.2)
+    axes.set_xlabel({"curve": "million training tokens"}.get(what, "tokens from the start"))
+    axes.set_ylabel("nats a token")
+    if what != "curve":
+        axes.set_xscale("log", base=2)
+    else:
+        lowest = min(min(_points(row, what)[1]) for row in rows)
+        axes.set_ylim(lowest - 0.1, lowest + 2.0)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def _points(row: Row, what: str) -> tuple[list[float], list[float]]:
+    if what == "curve":
+        points = [(tokens / 1e6, loss) for tokens, loss in row["curve"] if loss is not None]
+    elif what == "document":
+        bins = {int(n[3:]): v for n, v in row["val_by_document_position"].items() if n.startswith("bin")}
+        points = [(max(1.0, 2.0 ** (k - 1)), loss) for k, loss in sorted(bins.items())]
+    else:
+        longest = row["long_rows"][max(row["long_rows"], key=int)]
+        points = [(max(1.0, 2.0 ** (k - 1)), loss) for k, loss in enumerate(longest["by_position"])]
+    return [x for x, _ in points], [y for _, y in points]
+
+
+# --- the document --------------------------------------------------------------------------------------------------
+
+
+def report(table: Table, pictures: Path) -> str:
+    """Everything between the marks; PNG files go to `pictures`."""
+    small = table.of(size=SMALL, recipe="one epoch")
+    if not small:
+        raise Refusal("the table has no run of parts 1 to 3: run benchmarks.study.run first")
+    noise = noise_of(small)
+    at_best = [row for arm in (DEFAULT, *BASELINES) if (row := best(table.of(arm=arm.name, size=SMALL, seed=0)))]
+    lines = [_made_with(table.rows), "## Spread over seeds\n"]
+    lines += [spread_table(small), "", _noise_sentence(noise)]
+    lines += [
+        "\n## The default and the baselines, each at its own best rate\n",
+        rates_table(table, (DEFAULT, *BASELINES)),
+    ]
+    lines += ["\n", tasks_table(at_best)]
+    draw(at_best, pictures / "baselines.png", "curve")
+    draw(at_best, pictures / "document.png", "document")
+    lines += [
+        f"\n![training loss]({pictures.name}/baselines.png)",
+        f"![loss in a document]({pictures.name}/document.png)",
+    ]
+    for title, arms in (("Mechanisms", MECHANISMS), ("Shapes", SHAPES)):
+        rows = [row for arm in arms if (row := best(table.of(arm=arm.name, size=SMALL, seed=0)))]
+        if rows:
+            file = f"{title.lower()}.png"
+            draw([*at_best[:1], *rows], pictures / file, "curve")
+            lines += [f"\n## {title}: one change at a time\n", differences_table(table, arms)]
+            lines += ["\n", tasks_table([*at_best[:1], *rows]), f"\n![{title.lower()}]({pictures.name}/{file})"]
+    final = [row for row in table.of(size=LARGE) if row["val"] is not None]
+    if final:
+        draw(final, pictures / "final.png", "curve")
+        draw(final, pictures / "final-long.png", "long")
+        lines += ["\n## The final pair\n", spread_table(final), "\n", tasks_table(final), "\n", long_table(final)]
+        lines += [f"\n![final]({pictures.name}/final.png)", f"![long rows]({pictures.name}/final-long.png)"]
+    healthy = [row for row in [*at_best[:1], *final] if row.get("health")]
+    if healthy:
+        lines += ["\n## Health at the end of training\n", health_table(healthy)]
+    return "\n".join(lines) + "\n"
+
+
+def _made_with(rows: Sequence[Row]) -> str:
+    cards, commits = sorted({row["card"] for row in rows}), sorted({row["commit"] for row in rows})
+    row = rows[-1]
+    versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
+    return (
+        f"{len(rows)} runs on {', '.join(cards)}; {versions}; "
+        f"commits {', '.join(commits)} (+: with changes that were not committed); data {row['data']}; losses in nats a "
+        "token, the mean over the six sources' held-out rows.\n"
+    )
+
+
+def _noise_sentence(noise: Noise) -> str:
+    if noise.sd is None or noise.told_apart is None:
+        return "No arm has several seeds yet: no difference below is told apart from noise."
+    return (
+        f"Pooled standard deviation of a run: {noise.sd:.4f} ({noise.degrees} degrees of freedom). Two runs that "
+        f"differ by less than {noise.told_apart:.4f} are not told apart here."
+    )
+
+
+def write(document: Path, text: str) -> None:
+    """Put the report between the document's marks. Raises `Refusal` if it has none."""
+    before, begin, rest = document.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise Refusal(f"{document} has no lines '{BEGIN}' and '{END}' between which the report goes")
+    atomic_write(document, f"{before}{BEGIN}\n{text}{END}{after}".encode())
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--document", type=Path, required=True)
+    arguments = parser.parse_args()
+    newest = json.loads(arguments.table.read_text().splitlines()[-1])
+    table = Table(arguments.table, newest["data"], newest["commit"], any_commit=True)
+    unknown = sorted({row["arm"] for row in table.rows} - set(ARMS))
+    if unknown:
+        raise Refusal(f"{arguments.table} has runs of arms that there are none of any more: {', '.join(unknown)}")
+    write(arguments.document, report(table, arguments.document.with_suffix("")))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Refusal as refusal:
+        raise SystemExit(str(refusal)) from None

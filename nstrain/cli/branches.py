@@ -1,0 +1,109 @@
+"""`nstrain branch | rollback`: a line that goes on from another's past, or from its own."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from nstrain.base.units import human_count
+from nstrain.cli.common import parse_recipe, parse_token_option, progress_bars, resolve, table
+
+Run = Annotated[str, typer.Argument(help="The training line's directory.", metavar="RUN")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the program."""
+    for command in (branch, rollback):
+        app.command(command.__name__)(command)
+
+
+def branch(
+    run: Run,
+    parent: Annotated[str, typer.Option("--from", help="The line to branch from.")],
+    at_cycle: Annotated[int, typer.Option(min=1, help="Branch at the end of this data cycle of it.")],
+    plan: Annotated[str, typer.Option(help="The stages: decay:10e9,long:2e9, or one of them.")],
+    data: Annotated[str, typer.Option(help="The branch's data line: made here, or one made by `data branch`.")],
+    share: Annotated[
+        list[str] | None, typer.Option(help="NAME=SHARE, once a source: the branch's mixture (default: the trunk's).")
+    ] = None,
+    final_lr: Annotated[
+        float | None, typer.Option(help="Learning rate at the decay's end (default: a tenth of the trunk's).")
+    ] = None,
+    decay_shape: Annotated[str, typer.Option(help="linear, cosine or sqrt.")] = "linear",
+    long_lr: Annotated[
+        float | None, typer.Option(help="Learning rate of the long stage (default: where the decay ended).")
+    ] = None,
+    long_row_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Rows of the long stage (default: the longest that model and data allow).")
+    ] = None,
+    tokens_per_update: Annotated[
+        str | None, typer.Option(help="Tokens of an update from the fork on (default: the trunk's).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a line that goes on from a trunk's cycle end by itself: its rate decays, or its rows get long."""
+    import dataclasses
+
+    from nstrain.ops.branch import make_branch
+    from nstrain.ops.branch_plan import StageOptions, parse_plan
+
+    options = StageOptions(
+        long_row_tokens=long_row_tokens,
+        decay_shape=decay_shape,
+        final_lr=final_lr,
+        long_lr=long_lr,
+        tokens_per_update=parse_token_option(tokens_per_update, "--tokens-per-update"),
+    )
+    with progress_bars() as bar:
+        made = make_branch(
+            resolve(run),
+            resolve(parent),
+            at_cycle,
+            parse_plan(plan),
+            plan,
+            resolve(data),
+            recipe=parse_recipe(share),
+            options=options,
+            on_held_out=lambda source, done: bar.set(f"reading {source}", done),
+        )
+    if as_json:
+        stages = [dataclasses.asdict(stage) for stage in made.stages]
+        print(json.dumps({"id": made.settings.id, "update": made.update, "stages": stages}, indent=2))
+        return
+    rows = [
+        (
+            stage.kind,
+            f"{stage.asked_tokens:,}",
+            f"{stage.tokens:,}",
+            f"{stage.cycles} of {stage.tokens // stage.cycles:,}",
+            f"{stage.row_tokens:,}",
+            f"{stage.rate_start:.3g}" + ("" if stage.rate_end == stage.rate_start else f" to {stage.rate_end:.3g}"),
+        )
+        for stage in made.stages
+    ]
+    heads = ("stage", "asked", "tokens", "cycles", "rows of", "rate")
+    first = made.stages[0].first_token
+    print(table(f"{run}: {parent} up to update {made.update:,} ({human_count(first)} tokens), then", heads, rows))
+    print(f"data line {made.data.work}" + ("" if made.made_data else " (was there)"))
+    print(f"next: nstrain check {run}; nstrain run {run}")
+
+
+def rollback(
+    run: Run,
+    to: Annotated[int, typer.Option(min=0, help="The update of the checkpoint to go on from.")],
+) -> None:
+    """Let a line go on from an earlier checkpoint; later ones are set aside, its record opens a new generation."""
+    from nstrain.ops.rollback import roll_back
+
+    done = roll_back(resolve(run), to)
+    print(f"{run} stands at update {done.update:,}, {human_count(done.tokens)} tokens")
+    print(f"generation {done.generation} begins with its next update")
+    if done.set_aside:
+        print(f"set aside until the line has passed them: {', '.join(done.set_aside)}")
+    if done.to_prepare:
+        cycles = ", ".join(map(str, done.to_prepare))
+        print(f"data cycle {cycles} was deleted; the preparer makes it again from its manifest")
+    print(f"next: nstrain run {run}")

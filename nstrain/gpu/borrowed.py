@@ -1,0 +1,62 @@
+"""The GPU of a command that uses it for a while, tune or bench: leased before anything touches it, if nobody is there.
+
+A command that began without looking would make a trainer that is alone on its GPU stop: it takes every other process
+for one that wants the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from nstrain.base.errors import GpuTaken, NstrainError, Refusal
+from nstrain.gpu.lease import gpu_lease, lease_key
+from nstrain.gpu.readings import READER_COMMAND, Gpu, GpuSource, describe, read_gpus, visible_gpu
+from nstrain.settings.host import load_host
+
+LEASE_WAIT_S = 5.0
+"""How long a GPU's last user may take to go."""
+
+LOOK_S = 0.5
+"""How often that is looked at."""
+
+
+def gpu_on(device: str) -> GpuSource | None:
+    """How the GPU of a command is read, with host.json's reader or our own; None for the device "cpu"."""
+    return GpuSource(load_host().gpu_reader or READER_COMMAND) if device == "cuda" else None
+
+
+@contextlib.contextmanager
+def borrowed_gpu(source: GpuSource | None, wait_s: float | None = None) -> Iterator[Gpu | None]:
+    """The GPU that CUDA would use, ours until the block ends; without a source (on a CPU) nothing is taken.
+
+    Waits `wait_s` (LEASE_WAIT_S) at most. Raises `GpuTaken` if somebody holds the lease or is on the GPU, and `Refusal`
+    if this machine lacks a GPU or the reader.
+    """
+    if source is None:
+        yield None
+        return
+    deadline = time.monotonic() + (LEASE_WAIT_S if wait_s is None else wait_s)
+    gpu = visible_gpu(read_gpus(source.reader))
+    lease = gpu_lease(gpu.uuid, source.leases)
+    try:
+        lease.acquire(f"the GPU {gpu.uuid}", max(0.0, deadline - time.monotonic()))
+    except NstrainError as error:
+        raise GpuTaken(str(error)) from None
+    with lease:
+        while gpu.processes and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+            gpu = visible_gpu(read_gpus(source.reader))
+        if gpu.processes:
+            raise GpuTaken(f"{describe(gpu, gpu.processes)}: wait until it has gone, or end it")
+        yield gpu
+
+
+def refuse_other_gpu(leased: str, used: str) -> None:
+    """Raise `Refusal` unless the GPU that torch uses is the one that was leased."""
+    if lease_key(leased) != lease_key(used):
+        raise Refusal(
+            f"torch uses GPU {used}, but by CUDA_VISIBLE_DEVICES the lease of {leased} was taken: set "
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID, or name the GPU by its UUID in CUDA_VISIBLE_DEVICES"
+        )

@@ -1,0 +1,236 @@
+"""`nstrain branch`: a line that goes on from a trunk's cycle end by itself - to decay its rate, to learn long rows.
+
+It takes over weights, moments, their average, counters, rate and batch as they are at the fork, and the trunk's record
+up to there (generation 0 of its own journal). From there on it has its own data line, forked from the trunk's after the
+same cycle, and its own schedule. Neither disturbs the other, and neither reads the other's directory again.
+
+Order of the writes: the data line (whole or absent), then the branch's directory (whole or absent; it appears after
+its entry in the parent's branches.json), then its entry among the consumers of its data line (which `nstrain run`
+would write too). The same command goes on after a kill: a data line that is there already is taken if it is a fork of
+the trunk's after that cycle and its cycles end with the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nstrain.base.disk import directory_by_rename
+from nstrain.base.errors import Refusal
+from nstrain.data.branch import fork_line, forked_recipe, planned_fork
+from nstrain.data.line import DataLine
+from nstrain.data.order import refuse_row_length
+from nstrain.data.val import ValidationRows, collect_held_out
+from nstrain.line.branches import add_branch, new_branch
+from nstrain.line.checkpoint import read_latest, read_state
+from nstrain.line.fork import fork_checkpoint
+from nstrain.line.paths import LinePaths
+from nstrain.ops.branch_plan import AskedStage, Stage, StageOptions, branch_settings, place_stages, stage_cycles
+from nstrain.ops.consumer import enter_consumer
+from nstrain.record.journal import FIRST_GENERATION, Journal
+from nstrain.record.local_disk import refuse_network_file_system
+from nstrain.settings.changes import Changes
+from nstrain.settings.model import dump, validate
+from nstrain.settings.run import METRICS_VERSION, RunSettings, load_run, save_run
+
+
+@dataclasses.dataclass(frozen=True)
+class Branched:
+    """A branch that was made."""
+
+    settings: RunSettings
+    stages: tuple[Stage, ...]
+    data: DataLine
+    update: int
+    """The parent's update at the fork."""
+    made_data: bool
+    """Whether its data line was made too, or was there already."""
+
+
+def make_branch(
+    run: Path,
+    parent_run: Path,
+    at_cycle: int,
+    asked: tuple[AskedStage, ...],
+    plan: str,
+    work: Path,
+    *,
+    recipe: dict[str, int] | None = None,
+    options: StageOptions | None = None,
+    on_held_out: Callable[[str, float], None] = lambda source, share: None,
+) -> Branched:
+    """Make the line `run` as a branch of `parent_run` after its data cycle `at_cycle`, with its data line in `work`.
+
+    `plan` is what was typed for `asked`, for the parent's list. `recipe` is the mixture of the branch's data line (the
+    trunk's unless given). Long rows are the longest that the model reads and the trunk's unit allows, unless `options`
+    say another length; a unit longer than the trunk's has held-out rows of its own gathered (`on_held_out`).
+
+    Raises `Refusal` before anything is written: a directory that exists, a cycle that the parent has not finished or
+    whose checkpoint is gone, stages, rates or lengths that do not fit. Raises `DiskFull` if the copy of the parent's
+    checkpoint has no room.
+    """
+    options = options or StageOptions()
+    if run.exists() and (not run.is_dir() or any(run.iterdir())):
+        raise Refusal(f"{run}: exists already; name a new directory, or remove this one first")
+    paths = LinePaths(parent_run.resolve())
+    parent = load_run(paths.run_json)
+    if parent.metrics != METRICS_VERSION:
+        raise Refusal(f"{paths.run_json}: records metrics version {parent.metrics}, this nstrain {METRICS_VERSION}")
+    refuse_network_file_system(LinePaths(run).journal)
+    state = _state_at_cycle_end(paths, at_cycle)
+    trunk = DataLine.open(Path(parent.data.work))
+    row_tokens = options.long_row_tokens or _longest_row(parent, trunk.unit_tokens)
+    unit_tokens = _unit(trunk, [row_tokens] if any(stage.kind == "long" for stage in asked) else [])
+    made_data = not (work / "line.json").exists()
+    data = _planned(trunk, work, at_cycle, asked, recipe, unit_tokens, made_data)
+    _refuse_other_fork(data, trunk, at_cycle, state)
+    stages = place_stages(asked, data, parent, at_cycle, options, row_tokens)
+    settings = _settings(run, paths, parent, state, at_cycle, stages, options, work)
+    _refuse_unfit(settings, data, row_tokens, stages)
+    if made_data:
+        data = fork_line(work, trunk, at_cycle, data.settings.schedule, unit_tokens)
+    if not (work / "val").exists():
+        collect_held_out(data, progress=on_held_out)
+    for piece in settings.rows:
+        ValidationRows.open(data, piece.row_tokens, settings.validation.rows_per_source)
+    _write(run, paths, settings, state, plan)
+    return Branched(settings, stages, data, state["update"], made_data)
+
+
+def _state_at_cycle_end(paths: LinePaths, cycle: int) -> dict[str, Any]:
+    """state.json of the parent's checkpoint at a cycle's end. Raises `Refusal` naming the cycles that have one."""
+    latest, ends = read_latest(paths), {}
+    for update in paths.checkpoint_updates():
+        if latest is not None and update <= latest:
+            state = read_state(paths.checkpoint(update))
+            position = state["position"]
+            if position["row"] == 0 and position["cycle"] > 1 and position["previous"] is not None:
+                ends[position["cycle"] - 1] = state
+    if cycle not in ends:
+        has = f"the ends of cycles {', '.join(map(str, sorted(ends)))}" if ends else "no cycle's end"
+        raise Refusal(f"{paths.root} has no checkpoint at the end of data cycle {cycle}; it has those of {has}")
+    return ends[cycle]
+
+
+def _longest_row(settings: RunSettings, unit_tokens: int) -> int:
+    """The longest row that the model reads and the data line's unit can be cut into."""
+    from nstrain.train.model import longest_row  # torch stands behind it
+
+    longest = min(longest_row(settings) or unit_tokens, unit_tokens)
+    return next(length for length in range(longest, 0, -1) if unit_tokens % length == 0)
+
+
+def _unit(trunk: DataLine, lengths: list[int]) -> int:
+    """The branch's unit: the trunk's, or the length of its long rows if that is a multiple of it."""
+    for length in lengths:
+        if length > trunk.unit_tokens and length % trunk.unit_tokens == 0:
+            return length
+        refuse_row_length(length, trunk.unit_tokens)
+    return trunk.unit_tokens
+
+
+def _planned(
+    trunk: DataLine,
+    work: Path,
+    at_cycle: int,
+    asked: tuple[AskedStage, ...],
+    recipe: dict[str, int] | None,
+    unit_tokens: int,
+    is_new: bool,
+) -> DataLine:
+    """The branch's data line as it is on disk or, in memory alone, as it will be."""
+    if not is_new:
+        if recipe is not None:
+            raise Refusal(f"{work}: is a data line already, with a recipe of its own; leave the shares out")
+        return DataLine.open(work)
+    if work.exists() and (not work.is_dir() or any(work.iterdir())):
+        raise Refusal(f"{work}: exists already and is no data line; name a new directory, or remove this one first")
+    shares = forked_recipe(trunk, at_cycle, recipe)
+    longest_cycle = max(piece.cycle_tokens for piece in trunk.settings.schedule)
+    pieces = stage_cycles(asked, shares, longest_cycle, unit_tokens)
+    return planned_fork(work, trunk, at_cycle, pieces, unit_tokens)
+
+
+def _refuse_other_fork(data: DataLine, trunk: DataLine, at_cycle: int, state: dict[str, Any]) -> None:
+    """Refuse a data line that does not begin where the parent's checkpoint was written."""
+    fork = data.settings.fork
+    if fork is None or (fork.line, fork.cycle) != (trunk.id, at_cycle):
+        raise Refusal(f"{data.work}: is a data line, but not a fork of {trunk.work} after cycle {at_cycle}")
+    trained = state["position"]["previous"]["manifest_sha256"]
+    if fork.manifest_sha256 != trained:
+        raise Refusal(
+            f"{trunk.manifest_path(at_cycle)}: has sha256 {fork.manifest_sha256}, the parent's checkpoint was trained "
+            f"on {trained}; put the data line back as it was"
+        )
+
+
+def _settings(
+    run: Path,
+    paths: LinePaths,
+    parent: RunSettings,
+    state: dict[str, Any],
+    at_cycle: int,
+    stages: tuple[Stage, ...],
+    options: StageOptions,
+    work: Path,
+) -> RunSettings:
+    """The branch's run.json."""
+    fork = {"from": str(paths.root), "line": parent.id, "at_cycle": at_cycle}
+    fields = {
+        **dump(parent),
+        **branch_settings(parent, stages, options.decay_shape, options.tokens_per_update),
+        "id": secrets.token_hex(8),
+        "data": {**dump(parent)["data"], "work": str(work.resolve())},
+        "branch": {**fork, "update": state["update"], "tokens": state["tokens"]},
+        "allow_changes": [],
+    }
+    return validate(RunSettings, fields, f"{run}: the branch's settings")
+
+
+def _refuse_unfit(settings: RunSettings, data: DataLine, row_tokens: int, stages: tuple[Stage, ...]) -> None:
+    from nstrain.train.model import refuse_long_rows
+
+    refuse_long_rows(settings)
+    for stage in stages:
+        refuse_row_length(stage.row_tokens, data.unit_tokens)
+        shortest = settings.row_tokens_at(1)
+        if stage.kind == "long" and stage.row_tokens <= shortest and len(stages) > 1:
+            raise Refusal(
+                f"long rows of {row_tokens:,} tokens are no longer than the trunk's of {shortest:,}: the data line's "
+                f"unit is {data.unit_tokens:,}; ask for a multiple of it (--long-row-tokens), which the model must read"
+            )
+
+
+def _write(run: Path, parent: LinePaths, settings: RunSettings, state: dict[str, Any], plan: str) -> None:
+    """The branch's directory, whole or absent, with its checkpoint and its parent's record."""
+    assert settings.branch is not None
+    changes = {
+        "id": settings.id,
+        "generation": FIRST_GENERATION,
+        "position": {
+            "cycle": 1,
+            "row": 0,
+            "row_tokens": settings.row_tokens_at(1),
+            "manifest_sha256": None,
+            "order_digest": None,
+            "previous": None,
+        },
+        "reason": "start",
+        "kept": True,
+        "settings": dump(settings),
+        "changes": Changes().to_json(),
+    }
+    with directory_by_rename(run) as directory:
+        paths = LinePaths(directory)
+        paths.checkpoints.mkdir()
+        paths.supervisor_lock.parent.mkdir()
+        save_run(paths.run_json, settings)
+        with Journal.open_for_reading(parent.journal) as record:
+            Journal.make_branch(paths.journal, record, state["update"])
+        fork_checkpoint(parent, state["update"], paths, changes)
+        fork = settings.branch
+        add_branch(parent, new_branch(run.resolve(), settings.id, fork.at_cycle, fork.update, fork.tokens, plan))
+    enter_consumer(LinePaths(run.resolve()), settings)

@@ -1,0 +1,205 @@
+"""`nstrain verify`: whether every byte of a line's checkpoints is as it was written, and the line can go on.
+
+Nothing is written and no lock is taken. Of a line that runs, a checkpoint that its retention removes meanwhile is no
+finding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sqlite3
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nstrain.base.disk import PARTIAL_SUFFIX
+from nstrain.base.errors import NstrainError, Refusal
+from nstrain.base.units import human_bytes, human_count
+from nstrain.data.line import DataLine
+from nstrain.data.manifest import load_manifest, refuse_edited_past
+from nstrain.data.rows import row_order
+from nstrain.line.checkpoint import read_latest, read_state, verify_checkpoint
+from nstrain.line.listing import ListedCheckpoint, list_checkpoints
+from nstrain.line.paths import REPLACED_SUFFIX, LinePaths
+from nstrain.record.journal import Journal
+from nstrain.settings.run import RunSettings, load_run
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """What one look found."""
+
+    what: str
+    ok: bool
+    message: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the looks found, in order."""
+
+    run: str
+    """The line's directory."""
+    ok: bool
+    """Whether all is in order."""
+    goes_on_from: str | None
+    """The checkpoint that the line would go on from: the newest sound one up to `latest`."""
+    verified: tuple[Verified, ...]
+
+
+def verify_line(run: Path, progress: Callable[[str], None] = lambda what: None) -> Report:
+    """Check every checkpoint's hashes, and that the line can be resumed: settings, data line, order, journal.
+
+    `progress` is told what is looked at. Raises `Refusal` only if `run` is not a line at all.
+    """
+    paths = LinePaths(run.resolve())
+    if not paths.run_json.exists():
+        raise Refusal(f"{run} is not a training line (no run.json)")
+    looks = _Looks(paths, progress)
+    looks.checkpoints()
+    looks.look("latest", looks.latest)
+    looks.look("leftovers", looks.leftovers)
+    looks.look("settings", looks.settings_as_trained)
+    looks.look("data line", looks.data_line)
+    looks.look("order", looks.order)
+    looks.look("journal", looks.journal)
+    found = tuple(looks.found)
+    return Report(str(paths.root), all(item.ok for item in found), looks.goes_on_from, found)
+
+
+class _Looks:
+    """The looks at one line; those at how it goes on stand on the newest sound checkpoint."""
+
+    def __init__(self, paths: LinePaths, progress: Callable[[str], None]) -> None:
+        self.paths, self.progress = paths, progress
+        self.found: list[Verified] = []
+        self.goes_on_from: str | None = None
+
+    def look(self, what: str, check: Callable[[], str]) -> bool:
+        self.progress(what)
+        try:
+            self.found.append(Verified(what, True, check()))
+        except (NstrainError, OSError, LookupError, TypeError, ValueError, sqlite3.Error) as error:
+            message = str(error) if isinstance(error, NstrainError) else f"{type(error).__name__}: {error}"
+            self.found.append(Verified(what, False, message))
+        return self.found[-1].ok
+
+    def checkpoints(self) -> None:
+        latest = read_latest(self.paths)
+        for item in list_checkpoints(self.paths):
+            place = (self.paths.set_aside if item.set_aside else self.paths.checkpoints) / item.name
+            what = f"{place.parent.name}/{item.name}"
+            sound = self.look(what, lambda place=place, item=item: _intact(place, item))  # type: ignore[misc]
+            if not sound and not place.exists():
+                self.found[-1] = Verified(what, True, "removed by the line meanwhile")
+            elif sound and not item.set_aside and (latest is None or item.update <= latest):
+                self.goes_on_from = item.name
+
+    def latest(self) -> str:
+        latest = read_latest(self.paths)
+        if latest is None:
+            if self.paths.checkpoint_updates():
+                raise Refusal(f"{self.paths.latest}: names no checkpoint")
+            return "no checkpoint yet: the line begins"
+        name = self.paths.checkpoint(latest).name
+        if self.goes_on_from != name:
+            instead = self.goes_on_from or "nothing: the line cannot go on"
+            raise Refusal(f"{name} is not sound; a start would go on from {instead}")
+        beyond = [update for update in self.paths.checkpoint_updates() if update > latest]
+        more = f"; {len(beyond)} beyond it go with the next commit" if beyond else ""
+        return f"{name}{more}"
+
+    def leftovers(self) -> str:
+        names = [path.name for path in self.paths.checkpoints.glob("*")] if self.paths.checkpoints.is_dir() else []
+        left = sorted(name for name in names if name.endswith((PARTIAL_SUFFIX, REPLACED_SUFFIX)))
+        return f"{', '.join(left)}: being written, or cleared away at the next start" if left else "none"
+
+    def settings_as_trained(self) -> str:
+        from nstrain.train.checkpointing import changed_libraries, refuse_other_line
+
+        settings = load_run(self.paths.run_json)
+        if self.goes_on_from is None:
+            return "no checkpoint to compare with"
+        state = self._state()
+        refuse_other_line(state, settings, str(self.paths.run_json))
+        changes = changed_libraries(state)
+        more = f"; its libraries changed, its bits may: {', '.join(changes)}" if changes else ""
+        return f"as trained up to u{state['update']}{more}"
+
+    def data_line(self) -> str:
+        data = self._data()
+        return f"{data.work}: {', '.join(data.source_names)}"
+
+    def order(self) -> str:
+        if self.goes_on_from is None:
+            return "nothing trained yet"
+        state = self._state()
+        position = state["position"]
+        pinned = position if position["row"] > 0 else position["previous"]
+        if pinned is None:
+            return "nothing trained on this data line yet"
+        return _refuse_other_order(self._data(), pinned)
+
+    def journal(self) -> str:
+        settings = load_run(self.paths.run_json)
+        if not self.paths.journal.exists():
+            if self.goes_on_from is not None:
+                raise Refusal(f"{self.paths.journal}: missing; put the line's own journal back")
+            return "none yet"
+        with Journal.open_for_reading(self.paths.journal) as journal:
+            if journal.metrics_version != settings.metrics:
+                raise Refusal(
+                    f"{self.paths.journal}: holds readings of metrics version {journal.metrics_version}, run.json "
+                    f"says {settings.metrics}"
+                )
+            with journal.snapshot():
+                updates = [int(row["update"]) for row in journal.rows()]
+        _refuse_broken_database(self.paths.journal)
+        missing = sorted({*range(updates[-1] + 1)} - {*updates}) if updates else []
+        if missing:
+            raise Refusal(f"{self.paths.journal}: {len(missing)} updates have no row, the first is {missing[0]}")
+        if self.goes_on_from is not None and (not updates or updates[-1] < self._state()["update"]):
+            raise Refusal(
+                f"{self.paths.journal}: ends at update {updates[-1] if updates else 'none'}, before the checkpoint "
+                f"{self.goes_on_from}: rows were lost, or the journal is another line's"
+            )
+        return f"{human_count(len(updates))} rows" + (f", up to update {updates[-1]}" if updates else "")
+
+    def _state(self) -> dict[str, Any]:
+        assert self.goes_on_from is not None
+        return read_state(self.paths.checkpoints / self.goes_on_from)
+
+    def _data(self) -> DataLine:
+        settings: RunSettings = load_run(self.paths.run_json)
+        return DataLine.open(Path(settings.data.work))
+
+
+def _intact(path: Path, item: ListedCheckpoint) -> str:
+    verify_checkpoint(path)
+    if not item.set_aside:
+        read_state(path)
+    return f"{human_bytes(item.bytes)}, {item.reason}, {'kept' if item.kept else 'rolling'}"
+
+
+def _refuse_other_order(data: DataLine, pinned: Mapping[str, Any]) -> str:
+    """Compare the order that a checkpoint was trained in with what the data line's manifest gives."""
+    cycle = int(pinned["cycle"])
+    manifest = load_manifest(data.manifest_path(cycle), pinned["manifest_sha256"])
+    refuse_edited_past(data, manifest)
+    found = row_order(manifest, int(pinned["row_tokens"])).digest()
+    if found != pinned["order_digest"]:
+        raise Refusal(
+            f"{data.manifest_path(cycle)}: the rows of cycle {cycle} came in an order with the digest "
+            f"{pinned['order_digest']}, this nstrain gives {found}; go on with the nstrain that trained them"
+        )
+    on_disk = "on disk" if data.is_ready(cycle) else "not on disk; the preparer makes it again if it is needed"
+    return f"cycle {cycle} is the one that was trained ({on_disk})"
+
+
+def _refuse_broken_database(path: Path) -> None:
+    """SQLite's own check of all pages and indices."""
+    with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+        problems = [str(row[0]) for row in db.execute("PRAGMA integrity_check(20)")]
+    if problems != ["ok"]:
+        raise Refusal(f"{path}: damaged: {'; '.join(problems)}; put a copy back")

@@ -1,0 +1,153 @@
+"""What may change in run.json between two launches of a line, compared with the run.json of its newest checkpoint.
+
+A field of FIXED_FIELDS keeps its value for life, with two exceptions:
+- lists of pieces (batch ramp, row lengths, learning rate) may grow at their end, where the line has not been yet;
+- `allow_changes` names the field. An entry allows one change. When the line goes on with it, the change is recorded
+  with its position in every later checkpoint (state.json, `changes`), and the entry is spent: it may stay in run.json,
+  but allows nothing more. Another change of the field takes another entry: the name once more, or a spent one removed
+  for at least one launch. Everything is in the checkpoint, so a line that goes back to an earlier one has neither
+  the change nor the spent entry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nstrain.base.errors import Refusal
+from nstrain.settings.model import dump
+from nstrain.settings.run import FIXED_FIELDS, BatchPiece, RatePiece, RowPiece, RunSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class AppliedChange:
+    """A fixed field that was changed on purpose."""
+
+    field: str
+    """One of FIXED_FIELDS."""
+    update: int
+    """The last update that was trained with the value before."""
+    tokens: int
+    """The position after it."""
+    before: Any
+    """The field's JSON value up to there."""
+    after: Any
+    """Its JSON value from there on."""
+
+    def describe(self) -> str:
+        """The innermost place that differs, with both values."""
+        return _first_difference(self.field, self.before, self.after)
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """The changes a line has been through, as its checkpoints carry them."""
+
+    applied: tuple[AppliedChange, ...] = ()
+    """In the order in which they were made."""
+    spent: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """How many of the entries that stand in `allow_changes` for a field have allowed their change already."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As state.json has it under `changes`."""
+        return {"applied": [dataclasses.asdict(change) for change in self.applied], "spent": dict(self.spent)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Changes:
+        """From a state.json."""
+        value = state["changes"]
+        return cls(tuple(AppliedChange(**change) for change in value["applied"]), dict(value["spent"]))
+
+
+def settle_changes(state: Mapping[str, Any], new: RunSettings, where: str) -> Changes:
+    """The changes of a line that goes on from a checkpoint (its state.json) with the run.json `new`.
+
+    Raises `Refusal` naming every fixed field that differs without being allowed to, both values and the ways to mend
+    it, and every new piece that begins where the line has been already.
+    """
+    old, now = state["settings"], dump(new)
+    before = Changes.from_state(state)
+    listed = {name: new.allow_changes.count(name) for name in new.allow_changes}
+    spent = {name: min(before.spent.get(name, 0), count) for name, count in listed.items()}
+    applied, refused = [], []
+    for name in FIXED_FIELDS:
+        if now[name] == old.get(name):
+            continue
+        grown = _grown(old.get(name), now[name])
+        late = _late_piece(name, old.get(name), new, state) if grown else None
+        if grown and late is None:
+            continue
+        if listed.get(name, 0) > spent.get(name, 0):
+            applied.append(AppliedChange(name, state["update"], state["tokens"], old.get(name), now[name]))
+            spent[name] += 1
+        else:
+            problem = late or _first_difference(name, old.get(name), now[name])
+            refused.append(problem + _spent_note(name, before, spent))
+    if refused:
+        raise Refusal(
+            f"{where}: fields that a line keeps for life differ from those of its newest checkpoint: "
+            + "; ".join(refused)
+            + ". Put the old value back, or list the field's name in allow_changes if the change is meant."
+        )
+    return Changes((*before.applied, *applied), {name: count for name, count in spent.items() if count})
+
+
+def _spent_note(name: str, changes: Changes, spent: Mapping[str, int]) -> str:
+    if not spent.get(name):
+        return ""
+    last = next(change for change in reversed(changes.applied) if change.field == name)
+    return (
+        f" (its entry in allow_changes was used at update {last.update} and allows no second change; list {name!r} "
+        "once more to change it again)"
+    )
+
+
+def _grown(old: Any, new: Any) -> bool:
+    """Whether a list of pieces kept all it had: its last piece may have been given an end that was open before.
+
+    One number of tokens an update is a ramp of one piece.
+    """
+    if isinstance(old, int):
+        old = [{"from": 0, "to": None, "tokens": old}]
+    if not (isinstance(old, list) and isinstance(new, list) and 0 < len(old) <= len(new)):
+        return False
+    last = dict(new[len(old) - 1])
+    if old[-1].get("to", 0) is None and len(new) > len(old):
+        last["to"] = None
+    return [*new[: len(old) - 1], last] == old
+
+
+def _late_piece(name: str, old: Any, new: RunSettings, state: Mapping[str, Any]) -> str | None:
+    """What is wrong with the first piece that a list has gained: that it begins where the line has been already."""
+    known = len(old) if isinstance(old, list) else 1
+    lists: dict[str, Sequence[RowPiece | BatchPiece | RatePiece]] = {
+        "rows": new.rows,
+        "tokens_per_update": new.batch_pieces,
+        "learning_rate": new.learning_rate,
+    }
+    pieces = lists[name]
+    if len(pieces) == known:
+        return None
+    piece = pieces[known]
+    if isinstance(piece, RowPiece):
+        cycle, position = piece.from_cycle, state["position"]
+        if cycle > position["cycle"] or (cycle == position["cycle"] and position["row"] == 0):
+            return None
+        return f"rows has a new piece from cycle {cycle}, but the line stands in cycle {position['cycle']}"
+    begins = piece.from_tokens
+    if begins >= state["tokens"]:
+        return None
+    return f"{name} has a new piece from {begins:,} tokens, but the line stands at {state['tokens']:,}"
+
+
+def _first_difference(place: str, old: Any, new: Any) -> str:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            if old.get(key) != new.get(key):
+                return _first_difference(f"{place}.{key}", old.get(key), new.get(key))
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (a, b) in enumerate(zip(old, new, strict=True)):
+            if a != b:
+                return _first_difference(f"{place}.{index}", a, b)
+    return f"{place} was {old!r} and is now {new!r}"

@@ -1,0 +1,172 @@
+"""The real trainer with a fault: `python faulty_trainer.py RUN --parent-fd N`.
+
+RUN.faults.json is a list; the n-th launch takes the n-th fault, `{"after": updates since the launch, "do": what}`, and
+those beyond its end none. `after: -1` is before anything of the trainer runs. RUN.card is a made-up card (FaultCard).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+
+from fake_card import FakeCard
+
+from nstrain.base import killpoints
+from nstrain.data.preparer import read_status
+from nstrain.gpu.readings import GpuSource
+from nstrain.line.paths import LinePaths
+from nstrain.line.state_files import Heartbeat, Stage, request_stop
+from nstrain.settings.run import RunSettings, load_run
+from nstrain.train.__main__ import main
+from nstrain.train.stopping import StopRequests
+
+RUN = Path(sys.argv[1])
+PACE_S = 0.01
+"""An update takes at least this long, so that what happens outside finds the line before its end."""
+
+BUSY_S = 1.5
+"""A foreign process stays on the card for so long."""
+
+
+class FaultCard(FakeCard):
+    """A card on which process 1 appears for a while."""
+
+    def __init__(self, run: Path) -> None:
+        super().__init__(run.with_name(f"{run.name}.card"))
+        busy, free = self._said.with_name("busy.json"), self._said.with_name("free.json")
+        if not busy.exists():
+            self.put(1)
+            self._said.rename(busy)
+            self.put()
+            self._said.rename(free)
+        self._mark = self._said.with_name("mark")
+        recent = f"find {self._mark} -newermt '-{BUSY_S} seconds' 2>/dev/null | grep -q ."
+        self.reads(f"{recent} && exec cat {busy}; exec cat {free}")
+
+    def appear(self) -> None:
+        """Have the process there from now on, for BUSY_S."""
+        self._mark.touch()
+
+
+def card_of(run: Path) -> Callable[[RunSettings], GpuSource | None]:
+    """The made-up card of a line, if it has one."""
+    if not run.with_name(f"{run.name}.card").exists():
+        return lambda settings: None
+    source = FaultCard(run).source
+    return lambda settings: source
+
+
+def crash() -> None:
+    raise RuntimeError("a bug in the trainer")
+
+
+def hang() -> None:
+    while True:
+        time.sleep(0.05)
+
+
+def hang_deaf() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    hang()
+
+
+def full_disk() -> None:
+    """As on a disk that has no room for a checkpoint; it has again in the next process."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, resource.RLIM_INFINITY))
+
+
+def spoil() -> None:
+    """From now on every gradient holds a NaN."""
+    from nstrain.train.engine import EagerEngine
+
+    finish: Any = EagerEngine.finish
+
+    def spoiled(self: EagerEngine, *arguments: Any) -> Any:
+        self.flat.groups[0].main_grad[:1].fill_(math.nan)
+        return finish(self, *arguments)
+
+    EagerEngine.finish = spoiled  # type: ignore[method-assign]
+
+
+def slow(stage: str) -> None:
+    """From now on the trainer stays in a stage for a while after it has shown it."""
+    from nstrain.train import loop, opening
+
+    for module in (loop, opening):
+        write = module.write_heartbeat
+
+        def slowly(paths: LinePaths, beat: Heartbeat, write: Any = write) -> None:
+            write(paths, beat)
+            if beat.stage == stage:
+                time.sleep(0.5)
+
+        module.write_heartbeat = slowly
+
+
+def kill_preparer() -> None:
+    """Whether there is one."""
+    status = read_status(Path(load_run(RUN / "run.json").data.work))
+    if status is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(status.pid, signal.SIGKILL)
+
+
+FAULTS: dict[str, Callable[[], object]] = {
+    "crash": crash,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "sigterm": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "sigstop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": hang,
+    "hang deaf": hang_deaf,
+    "kill supervisor": lambda: os.kill(os.getppid(), signal.SIGKILL),
+    "full disk": full_disk,
+    "nan": spoil,
+    "others": lambda: FaultCard(RUN).appear(),
+    "stop": lambda: request_stop(LinePaths(RUN)),
+    "kill both": lambda: (kill_preparer(), os.kill(os.getpid(), signal.SIGKILL)),
+    "others and crash": lambda: (FaultCard(RUN).appear(), crash()),
+    **{f"slow {stage}": (lambda stage=stage: slow(stage)) for stage in get_args(Stage)},
+    **{f"kill in {area} {n}": (lambda where=f"{area}:{n}": killpoints.arm(where))
+       for area in ("checkpoint", "journal", "train") for n in range(1, 30)},
+}  # fmt: skip
+
+
+def arm() -> None:
+    """Have this launch's fault happen."""
+    counter, plan = RUN.with_name(f"{RUN.name}.launches"), RUN.with_name(f"{RUN.name}.faults.json")
+    launch = int(counter.read_text()) if counter.exists() else 0
+    counter.write_text(str(launch + 1))
+    faults = json.loads(plan.read_text()) if plan.exists() else []
+    fault = faults[launch] if launch < len(faults) else {"after": math.inf, "do": "crash"}
+    if fault["after"] < 0:
+        FAULTS[fault["do"]]()
+    updates = 0
+    reason_at = StopRequests.reason_at  # asked once before each update
+
+    def asked(self: StopRequests, cycle: int) -> str | None:
+        nonlocal updates
+        if updates == fault["after"]:
+            FAULTS[fault["do"]]()
+        updates += 1
+        time.sleep(PACE_S)
+        return reason_at(self, cycle)
+
+    StopRequests.reason_at = asked  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    arm()
+    sys.exit(main(card_of(RUN)))
