@@ -197,7 +197,8 @@ def test_operator(
     theirs = [tensor.double().requires_grad_() for tensor in inputs]
     chosen, expected_chosen = (product_key_address(*tensors[:2], top_k)[0] for tensors in (ours, theirs))
     same_T1 = (chosen == expected_chosen).flatten(1).all(1, keepdim=True)
-    assert (~same_T1).sum() <= 1 + shape[0] // 500
+    # A head reads 32 places of its own: what may change is counted by head.
+    assert (~same_T1).sum() <= 1 + shape[0] * shape[1] // 500
     found, expected = read_all(*ours, top_k) * same_T1, read_all(*theirs, top_k) * same_T1
     pull = torch.randn(found.shape, device=device).to(dtype)
     found.backward(pull)
