@@ -59,12 +59,12 @@ def test_the_example_s_command_as_typed(corpora: FakeHub, tmp_path: Path, tokeni
     """Nothing more is given than there: recipe, tokenizer, directory and unit are the defaults."""
     host = tmp_path / "host.json"
     host.write_text(json.dumps({"tokenizer": str(tokenizer), "work_root": str(tmp_path)}))
-    typed = "data init --work D --eos-id 1 --cycle-tokens 2e10"
+    typed = "data init --work trunk-data --eos-id 1 --cycle-tokens 2e10"
     assert typed in (Path(__file__).parents[2] / "examples" / "minicpm-2b" / "README.md").read_text()
     shown = command(corpora, *typed.split(), NSTRAIN_HOST=str(host))
     assert shown.returncode == 0, shown.stderr
     assert "open-ended of 19,975,372,800 tokens in 16 segments; unit 32,768" in shown.stdout
-    line = DataLine.open(tmp_path / "D")
+    line = DataLine.open(tmp_path / "trunk-data")
     assert line.eos_id == 1
     assert line.schedule.cycle(1).shares == (12, 12, 4, 9, 2, 12, 6, 6, 3, 5, 6, 11, 5, 5, 2)
     strata = {name: len(line.listing(name).strata) for name in line.source_names}
@@ -75,7 +75,7 @@ def test_the_example_s_command_as_typed(corpora: FakeHub, tmp_path: Path, tokeni
     pins = {(s.settings.repo, s.settings.revision) for s in line.settings.sources}
     assert pins == {(repo, corpora.refs[repo]["main"]) for repo in corpora.repos}
     assert all(path.endswith(".parquet") for path in fetched(line.work)), "no _SUCCESS, no README"
-    planned = command(corpora, "data", "plan", "--work", "D", NSTRAIN_HOST=str(host))
+    planned = command(corpora, "data", "plan", "--work", "trunk-data", NSTRAIN_HOST=str(host))
     assert planned.returncode == 0, planned.stderr
     assert planned.stdout.count("in cycle 1") == 15, "this hub has less text than the real one"
 

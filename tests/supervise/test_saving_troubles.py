@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -67,8 +69,13 @@ def test_a_disk_that_fills_up(tmp_path: Path, supervise: Callable[[LinePaths], S
         save_run(paths.run_json, settings.model_copy(update={"checkpoints": seldom}))
         supervisor = supervise(paths)
         wait_until(reached(paths, 1))
+        state = read_supervisor(paths)
+        assert state is not None
+        assert state.trainer_pid is not None
+        os.kill(state.trainer_pid, signal.SIGSTOP)  # it must not be done before the disk is full
         size_bytes = sum(file.stat().st_size for file in paths.checkpoint(0).iterdir())
         filler = fill(disk, leave_bytes=size_bytes + (8 << 20))
+        os.kill(state.trainer_pid, signal.SIGCONT)
         code, output = supervisor.wait()
         assert code == ExitCode.NEEDS_OPERATOR, output
         look = status(paths.root)
