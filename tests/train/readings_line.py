@@ -47,8 +47,11 @@ def make_readings_line(root: Path, data: DataLine, **changes: Any) -> LinePaths:
 
 
 def train(paths: LinePaths, stop_after: int) -> ExitCode:
-    """Train in this process, with the real model, until an update is done."""
+    """Train in this process, with the real model, until an update is done.
+
+    Without the lease of a GPU: a process keeps it for life, and these train several lines.
+    """
     stop = StopAfter(paths, stop_after)
-    with opened_trainer(paths, stop) as trainer:
+    with opened_trainer(paths, stop, lambda settings: None) as trainer:
         stop.trainer = trainer
         return trainer.run()
