@@ -38,10 +38,10 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not slow and not gpu" -n 2
+	$(BIN)/pytest -m "not slow and not gpu" -n 2 --dist worksteal
 
 test-all: $(STAMP)
-	$(BIN)/pytest -m "not gpu" -n 2
+	$(BIN)/pytest -m "not gpu" -n 2 --dist worksteal
 
 clean:
 	rm -rf $(VENV) $(DEMO) build *.egg-info

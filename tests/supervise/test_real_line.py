@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from small_lines import CYCLE_TOKENS, CYCLES, UPDATE_TOKENS
 from supervise_helpers import SupervisorProcess, gone, wait_until
 
@@ -28,6 +29,7 @@ def reached(paths: LinePaths, update: int) -> Callable[[], bool]:
     return lambda: (beat := read_heartbeat(paths)) is not None and beat.update >= update
 
 
+@pytest.mark.slow  # tests/lines/test_whole_lines.py kills a line three times in every run
 def test_killed_and_run_again(paths: LinePaths, start: Callable[..., SupervisorProcess]) -> None:
     """Supervisor killed at update 3 or later, trainer at 10 or later, then run to the end."""
     first = start("real", "real")
