@@ -37,11 +37,12 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Three processes on two cores: tests of whole lines wait for their processes much of the time.
 test: $(STAMP)
-	$(BIN)/pytest -m "not slow and not gpu" -n 2 --dist worksteal
+	$(BIN)/pytest -m "not slow and not gpu" -n 3 --dist worksteal
 
 test-all: $(STAMP)
-	$(BIN)/pytest -m "not gpu" -n 2 --dist worksteal
+	$(BIN)/pytest -m "not gpu" -n 3 --dist worksteal
 
 clean:
 	rm -rf $(VENV) $(DEMO) build *.egg-info

@@ -85,6 +85,7 @@ def test_killed_three_times_it_ends_with_the_same_bits(through: Path, tmp_path: 
     assert (run / "run.log").read_text().count("going on from") == 3, what
 
 
+@pytest.mark.slow  # tests/train and tests/record compare replays in every run
 def test_replayed_updates_are_compared(tmp_path: Path) -> None:
     """Killed between two checkpoints, at least one update is trained again, and found equal to its row."""
     run = make_line(tmp_path)
