@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO ?= .demo
 
-.PHONY: help install demo check format test test-all clean
+.PHONY: help install demo check format test test-all test-gpu clean
 
 help:
 	@echo "make demo      install into $(VENV) and train the demo line in $(DEMO)"
 	@echo "make test      the test suite; make test-all adds the exhaustive and long tests"
+	@echo "make test-gpu  the tests that need a GPU"
 	@echo "make check     format, lint, types, import rules"
 
 install: $(STAMP)
@@ -43,6 +44,13 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/pytest -m "not gpu" -n 3 --dist worksteal
+
+# Tests of whole processes want the card to themselves: pytest's processes are others on it once they have used it.
+# Where there is a card the kernels' other tests run there too, not in Triton's interpreter.
+test-gpu: $(STAMP)
+	$(BIN)/pytest -m "gpu and card_alone"
+	$(BIN)/pytest -m "gpu and not card_alone" -n 2
+	$(BIN)/pytest -m "not gpu" -n 2 tests/neuronspark/kernels
 
 clean:
 	rm -rf $(VENV) $(DEMO) build *.egg-info

@@ -11,5 +11,16 @@ be found as `neuronspark`.
 from __future__ import annotations
 
 import os
+import signal
 
+import pytest
+
+# A shell that starts a job with & has it ignore Ctrl-C, and so do all that it starts: tests that interrupt would wait.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that want the card alone come first, before a test in this process has used it."""
+    items.sort(key=lambda item: "card_alone" not in item.keywords)

@@ -2,9 +2,9 @@
 
     python benchmarks/kernels/sanitize.py [--tool memcheck] [--tool racecheck] [--limit SECONDS]
 
-The kernels' own tests run twice: alone first, which compiles everything, then under the tool. PyTorch's allocator is
-told not to cache, so that a tensor's end is the end of an allocation. What was never written is not looked for
-(initcheck): the tests poison every new tensor, and so find it themselves.
+The kernels' own tests run twice: several at once first, which compiles everything, then one by one under the tool.
+PyTorch's allocator is told not to cache, so that a tensor's end is the end of an allocation. What was never written is
+not looked for (initcheck): the tests poison every new tensor, and so find it themselves.
 
 Exit status: 0 nothing found, 1 the tool or a test found something, 2 the sanitizer is absent, refuses the device (some
 container runtimes give no debugger's access to it) or ran past the limit: nothing is known then.
@@ -71,7 +71,8 @@ def main() -> None:
         print("compute-sanitizer is neither on PATH nor in /usr/local/cuda/bin: install the CUDA toolkit's")
         sys.exit(UNKNOWN)
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    if subprocess.run(tests_command(), cwd=ROOT, env=environment).returncode:
+    at_once = ["-n", str(min(8, os.cpu_count() or 1))]
+    if subprocess.run([*tests_command(), *at_once], cwd=ROOT, env=environment).returncode:
         print("the tests fail without the sanitizer")
         sys.exit(FOUND)
     worst = 0

@@ -90,7 +90,7 @@ def _inverse_rms(sum_of_squares, EPS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(
+def _addresses_forward_kernel(
     q, k, p, p_before, cos, sin, query_gain, match_gain, query, key, tokens,
     HEADS: tl.constexpr, HALF: tl.constexpr, MATCH: tl.constexpr, EPS: tl.constexpr,
     QUERY_SCALE: tl.constexpr, MATCH_SCALE: tl.constexpr,
@@ -161,7 +161,7 @@ def _turn_back(
 
 
 @triton.jit
-def _backward_kernel(
+def _addresses_backward_kernel(
     q, k, p, cos, sin, query_gain, match_gain, dquery, dkey, dq, dk, dp, dgains, tokens,
     HEADS: tl.constexpr, HALF: tl.constexpr, MATCH: tl.constexpr, EPS: tl.constexpr,
     QUERY_SCALE: tl.constexpr, MATCH_SCALE: tl.constexpr,
@@ -259,7 +259,7 @@ class _Addresses(torch.autograd.Function):
         blocks = rows * triton.cdiv(tokens, launch.blocks["BLOCK_T"])
         programs = blocks * triton.cdiv(heads, launch.blocks["HEADS_PER_PROGRAM"])
         cos, sin = rotary.contiguous()
-        _forward_kernel[(programs,)](
+        _addresses_forward_kernel[(programs,)](
             q, k, p, before, cos, sin, query_gain, match_gain, query, key, tokens, **constants, **launch.options()
         )
         ctx.save_for_backward(q, k, p, rotary, query_gain, match_gain)
@@ -277,7 +277,7 @@ class _Addresses(torch.autograd.Function):
         programs = q.shape[0] // ctx.tokens * triton.cdiv(ctx.tokens, launch.blocks["BLOCK_T"])
         dgains = torch.empty((2, programs, len(query_gain)), dtype=torch.float32, device=q.device)
         cos, sin = rotary.contiguous()
-        _backward_kernel[(programs,)](
+        _addresses_backward_kernel[(programs,)](
             q, k, p, cos, sin, query_gain, match_gain, dquery, dkey, dq, dk, dp, dgains, ctx.tokens,
             **ctx.constants, **launch.options(),
         )  # fmt: skip
@@ -310,8 +310,8 @@ def compile_cases() -> Iterator[CompileCase]:
         "tokens": 4096,
     }
     constants = _constants(40, 64, 32, 1e-6, (2560, 2560, 32))
-    for name, kernel in ((FORWARD, _forward_kernel), (BACKWARD, _backward_kernel)):
+    for name, kernel in ((FORWARD, _addresses_forward_kernel), (BACKWARD, _addresses_backward_kernel)):
         arguments = {argument: kind for argument, kind in types.items() if argument in kernel.arg_names}
-        if kernel is _forward_kernel:  # decoding goes on from a token before
+        if kernel is _addresses_forward_kernel:  # decoding goes on from a token before
             yield CompileCase(name, kernel, {**arguments, "p_before": "*bf16"}, constants)
         yield CompileCase(name, kernel, arguments, {**constants, "p_before": None})

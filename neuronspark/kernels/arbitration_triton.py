@@ -83,7 +83,7 @@ def _compare(r, v):
 
 
 @triton.jit
-def _forward_kernel(
+def _arbitration_forward_kernel(
     r, v, copy, gain, copy_bias, novelty_weight, gain_bias, mixed, tokens,
     r_row, r_head, r_token, v_row, v_head, v_token, copy_row, copy_head, copy_token, gain_row, gain_head, gain_token,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, TILES: tl.constexpr,
@@ -114,7 +114,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _arbitration_backward_kernel(
     r, v, copy, gain, copy_bias, novelty_weight, gain_bias, dmixed, dr, dv, dcopy, dgain, dparameters, tokens,
     r_row, r_head, r_token, v_row, v_head, v_token, copy_row, copy_head, copy_token, gain_row, gain_head, gain_token,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, TILES: tl.constexpr,
@@ -207,7 +207,7 @@ class _Arbitrate(torch.autograd.Function):
         launch = pinned(FORWARD, r.device)
         constants = {"HEADS": heads, "WIDTH": width, "BLOCK_D": triton.next_power_of_2(width)}
         strides = _strides(r, v, copy, gain)
-        _forward_kernel[(_programs(r, launch),)](
+        _arbitration_forward_kernel[(_programs(r, launch),)](
             r, v, copy, gain, *parameters_h, mixed, tokens, **strides, **constants, **launch.options()
         )
         ctx.save_for_backward(r, v, copy, gain, *parameters_h)
@@ -225,7 +225,7 @@ class _Arbitrate(torch.autograd.Function):
         launch = pinned(BACKWARD, r.device)
         programs = _programs(r, launch)
         dparameters = torch.empty((3, programs // r.shape[1], r.shape[1]), dtype=torch.float32, device=r.device)
-        _backward_kernel[(programs,)](
+        _arbitration_backward_kernel[(programs,)](
             r, v, copy, gain, *parameters_h, dmixed.contiguous(), dr, dv, dcopy, dgain, dparameters, tokens,
             **ctx.constants, **launch.options(),
         )  # fmt: skip
@@ -256,6 +256,6 @@ def compile_cases() -> Iterator[CompileCase]:
         strides = {"row": 4096 * 40 * units, "head": 1, "token": 40 * units}
         types |= {f"{name}_{axis}": stride for name in names for axis, stride in strides.items()}
     constants = {"HEADS": 40, "WIDTH": 64, "BLOCK_D": 64}
-    for name, kernel in ((FORWARD, _forward_kernel), (BACKWARD, _backward_kernel)):
+    for name, kernel in ((FORWARD, _arbitration_forward_kernel), (BACKWARD, _arbitration_backward_kernel)):
         arguments = {argument: kind for argument, kind in types.items() if argument in kernel.arg_names}
         yield CompileCase(name, kernel, arguments, constants)

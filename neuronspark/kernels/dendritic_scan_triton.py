@@ -34,7 +34,8 @@ Products: 43 GFLOP forward (32 as the model counts), 86 backward.
 Tiles move by the tensor memory accelerator, which asks for 16-byte steps: widths that are not are padded with zeros.
 Heads of more compartments than a tile has are split, since compartments do not mix. Triton 3.4 to 3.7.0 goes wrong on
 Hopper where a transposed product is a register operand of the next (flash-linear-attention issue 640); no operand here
-is one, tiles are computed in the orientation in which they are used.
+is one, tiles are computed in the orientation in which they are used. It also goes wrong where a state tile is narrower
+than its states (`_least_compartments`): such heads are filled up with zeros.
 """
 
 from __future__ import annotations
@@ -113,16 +114,28 @@ def dendritic_scan_triton(v: Tensor, log_decay: Tensor, factor: Tensor, b: Tenso
         )
     unit = ALIGNMENT_BYTES // v.element_size()
     states, compartments = b.shape[3], v.shape[3]
-    if states % unit or compartments % unit:
-        v, b, c = (functional.pad(tensor, (0, -tensor.shape[3] % unit)) for tensor in (v, b, c))
+    least = _least_compartments(states, v.dtype)
+    if states % unit or compartments % unit or compartments < least:
+        b, c = (functional.pad(tensor, (0, -states % unit)) for tensor in (b, c))
+        v = functional.pad(v, (0, max(least - compartments, -compartments % unit)))
         return dendritic_scan_triton(v, log_decay, factor, b, c, skip)[..., :compartments]
     parts = _head_parts(compartments, unit, largest_compartments(v.dtype))
     if parts > 1:
         log_decay, factor, skip = (tensor.repeat_interleave(parts, -1) for tensor in (log_decay, factor, skip))
         by_part = v.unflatten(3, (parts, -1)).flatten(2, 3)
-        return dendritic_scan_triton(by_part, log_decay, factor, b, c, skip).view(v.shape)
+        return dendritic_scan_triton(by_part, log_decay, factor, b, c, skip).reshape(v.shape)
     inputs = (v, log_decay, factor, b, c, skip)
     return _Scan.apply(*inputs, torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs))
+
+
+def _least_compartments(states: int, dtype: torch.dtype) -> int:
+    """The fewest compartments with which a head of so many states is computed rightly; 0 if any are.
+
+    Products of 16-bit operands with a state tile of fewer compartments than states (P x N of 16 x 64, 32 x 64 or
+    32 x 128) come out wrong on a Hopper GPU under Triton 3.6, in every launch configuration, or read where nothing is;
+    tiles of 16 x 16, 32 x 32, 64 x 32, 64 x 64 and 64 x 128 are right.
+    """
+    return min(tile(states), largest_compartments(dtype)) if dtype.itemsize == 2 else 0
 
 
 def _head_parts(compartments: int, unit: int, largest: int) -> int:

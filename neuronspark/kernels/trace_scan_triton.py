@@ -13,9 +13,9 @@ e-fold of 256K tokens) is off by 1 % of sigma, and one of 1 - 1e-9 is 1.
 
 Forward: `_ends_kernel` runs every chunk from zero and keeps its last c and the sum of its log lambda; `_carry_kernel`
 runs over the chunks' ends, [rows, chunks, K], and gives what enters each chunk; `_trace_kernel` runs every chunk again
-from there and writes c. Backward: `_adjoint_ends_kernel`, `_carry_kernel` from the right, `_backward_kernel`. The last
-needs c_{t-1} in fp32: the forward keeps c at every STEP-th token, and the backward runs STEP tokens forward from it,
-keeps what it needs of them in registers, and comes back.
+from there and writes c. Backward: `_adjoint_ends_kernel`, `_carry_kernel` from the right, `_trace_backward_kernel`,
+which needs c_{t-1} in fp32: the forward keeps c at every STEP-th token, and the backward runs STEP tokens forward from
+it, keeps what it needs of them in registers, and comes back.
 
 A program is one warp with BLOCK_K channels of one chunk; it takes STEP tokens at a time: all their loads first, so that
 they are in flight together, then the recurrence. A thread owns its channels: there is no exchange and no barrier.
@@ -211,7 +211,7 @@ def _adjoint_ends_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _trace_backward_kernel(
     u, decay, bias, dc, starts, carries, du, ddecay, dbias, tokens, chunks,
     K: tl.constexpr, U_STRIDE: tl.constexpr, DECAY_STRIDE: tl.constexpr, DC_STRIDE: tl.constexpr, LOGIT: tl.constexpr,
     CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -334,7 +334,7 @@ class _Trace(torch.autograd.Function):
         sizes = (grid.tokens, grid.chunks)
         _adjoint_ends_kernel[(grid.programs,)](dc_BLK, decay_BLK, bias_K, ends_BCK, *sizes, **constants)
         carries_BCK = grid.carry(ends_BCK, log_sums_BCK, reverse=True)
-        _backward_kernel[(grid.programs,)](
+        _trace_backward_kernel[(grid.programs,)](
             u_BLK, decay_BLK, bias_K, dc_BLK, starts, carries_BCK, du_BLK, ddecay_BLK, dbias_BCK, *sizes,
             U_STRIDE=u_BLK.stride(1), **constants,
         )  # fmt: skip
@@ -376,4 +376,4 @@ def compile_cases() -> Iterator[CompileCase]:
         )
 
 
-_KERNELS = (_ends_kernel, _trace_kernel, _adjoint_ends_kernel, _backward_kernel)
+_KERNELS = (_ends_kernel, _trace_kernel, _adjoint_ends_kernel, _trace_backward_kernel)

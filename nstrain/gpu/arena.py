@@ -114,6 +114,9 @@ class Arena:
         """
         torch.cuda.synchronize()
         gc.collect()
+        # A library's workspace is made at its first product of a kind, wherever allocations are served from just then:
+        # cublasLt's megabyte came to lie in the arena. They are made again when they are needed.
+        torch._C._cuda_clearCublasWorkspaces()
         active = self.active_bytes()
         if active:
             raise ArenaNotEmpty(f"{active:,} bytes of the arena are still in use, so it cannot be given back")

@@ -39,6 +39,10 @@ class _Shape:
     recompute: str
 
 
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
 class GraphEngine(EagerEngine):
     """`EagerEngine`, captured. Needs a CUDA device."""
 
@@ -48,8 +52,12 @@ class GraphEngine(EagerEngine):
         settings: OptimizerSettings,
         hold_bytes: int | None = None,
         with_ema: bool = False,
+        tell: Callable[[str], None] = _print,
     ) -> None:
-        """`hold_bytes` is what the arena holds beforehand: by default all that is free but a slack."""
+        """`hold_bytes` is what the arena holds beforehand: by default all that is free but a slack.
+
+        `tell` is given a sentence when memory is held and when a shape has been captured.
+        """
         with torch.cuda.stream(arena_stream()):
             # Autograd runs what it does for a parameter on the stream that was current when its hook was registered.
             super().__init__(model, settings, with_ema)
@@ -57,6 +65,7 @@ class GraphEngine(EagerEngine):
             stretch_table(self.flat)
         self._arena: Arena | None = None
         self._hold_bytes = hold_bytes
+        self._tell = tell
         self._micro_graphs: dict[_Shape, torch.cuda.CUDAGraph] = {}
         self._update_graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
         self._recompute = "none"
@@ -118,7 +127,7 @@ class GraphEngine(EagerEngine):
     def _opened_arena(self) -> Arena:
         if self._arena is None:
             self._arena = Arena(self._hold_bytes)
-            print(f"holding {self._arena.held_bytes / 2**30:.1f} GiB of the GPU", flush=True)
+            self._tell(f"holding {self._arena.held_bytes / 2**30:.1f} GiB of the GPU")
         return self._arena
 
     def _refuse_growth(self, what: str) -> None:
@@ -147,10 +156,9 @@ class GraphEngine(EagerEngine):
             self._update_graphs = self._captured(self._measure), self._captured(self._apply)
         self._restore_gradients(held)
         self._refuse_growth("a capture")
-        print(
+        self._tell(
             f"captured {shape.rows} x {shape.columns - 1:,} tokens, recompute {shape.recompute}, in "
-            f"{time.perf_counter() - began:.1f} s; {torch.cuda.memory_reserved() / 2**30:.1f} GiB reserved",
-            flush=True,
+            f"{time.perf_counter() - began:.1f} s; {torch.cuda.memory_reserved() / 2**30:.1f} GiB reserved"
         )
 
     def _warm_up_update(self) -> None:

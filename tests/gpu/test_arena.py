@@ -75,3 +75,20 @@ def test_a_living_tensor_keeps_it_from_being_closed() -> None:
         arena.close()
     del kept
     arena.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_library_s_workspaces_do_not_keep_it_from_being_closed(dtype: torch.dtype) -> None:
+    """Each kind of product may have a workspace of its own, made in the arena if it first happens there."""
+    torch._C._cuda_clearCublasWorkspaces()
+    a, bias, total = (torch.ones(shape, device="cuda", dtype=dtype) for shape in ((64, 64), (64,), (64, 64)))
+    arena = Arena(hold_bytes=GIB)
+    with arena.memory():
+        torch.addmm(bias, a, a)
+        torch.addmm(total, a, a)
+        torch.bmm(a[None], a[None])
+        if dtype == torch.bfloat16:
+            torch.mm(a, a, out_dtype=torch.float32)
+            torch.bmm(a[None], a[None], out_dtype=torch.float32)
+            torch.addmm(total.float(), a, a, out_dtype=torch.float32)
+    arena.close()

@@ -140,3 +140,15 @@ def test_an_arena_is_opened_once_and_anew_after_it_was_closed(engine: GraphEngin
     assert engine.close_arena() == 0
     train_update(engine, random_rows(4, seed=3), 2, 1e-2, 0.1)
     assert FakeArena.made == made + 2
+
+
+def test_what_it_tells_goes_where_it_is_told_to(
+    engine: GraphEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`nstrain bench --json` prints JSON alone."""
+    told: list[str] = []
+    monkeypatch.setattr(engine, "_tell", told.append)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    train_update(engine, random_rows(2), 2, 1e-3, 0.1)
+    assert [line.split()[0] for line in told] == ["holding", "captured"]
+    assert capsys.readouterr().out == ""

@@ -49,10 +49,11 @@ def assert_right(
     weights: Tensor,
     seed: int,
     terms: Mapping[str, tuple[str, int]] | None = None,
+    roundings: int = 1,
 ) -> dict[str, Tensor]:
     """The kernels agree with the reference in float64 on the same inputs; returns what the kernels gave.
 
-    Allowed is 1e-5, or for bf16 inputs 1.5 times the error of the bf16 reference, or one rounding if that is more.
+    Allowed is 1e-5, or for bf16 inputs 1.5 times the error of the bf16 reference, or some `roundings` if that is more.
     `terms` names, for the gradient of an input, the input whose gradient holds the terms that it is the sum of, and
     the axis that remains: its error is relative to the sum of their sizes, since the sum itself may cancel to nothing.
     """
@@ -71,7 +72,8 @@ def assert_right(
         assert mine.shape == expected.shape, f"{name}: shape {tuple(mine.shape)}, expected {tuple(expected.shape)}"
         assert mine.dtype == (plain[name].dtype if bf16 else torch.float32), f"{name} is {mine.dtype}"
         per_scale = float(expected.norm() / scale.norm().clamp(min=1e-30))
-        allowed = max(1.5 * relative_error(plain[name], expected) * per_scale, BF16_ROUNDING) if bf16 else FP32_LIMIT
+        rounded = max(1.5 * relative_error(plain[name], expected) * per_scale, roundings * BF16_ROUNDING)
+        allowed = rounded if bf16 else FP32_LIMIT
         error = relative_error(mine, expected) * per_scale
         assert error <= allowed, f"{name}: {error:.2e} off, allowed {allowed:.2e}; NEURONSPARK_TEST_SEED={seed}"
     return found
