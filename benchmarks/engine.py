@@ -4,10 +4,10 @@
 
 Every line is a process of its own: `nstrain.bench` for ours - the card's ceilings, then an engine of graphs as the
 trainer makes it, then one more update under the profiler - and benchmarks/peers.py for the Llama: torch.compile,
-autocast and torch's fused AdamW, with the head's loss ours. Shapes are those that fit 140 GB with room to spare (ns-2b
-takes 2.6 MB of activations a token, and 18 bytes a parameter beside them); one that runs out of memory is tried again
-with more recomputation. A line that fails says why and the others go on. What there is no time for within the budget is
-not begun, so the most important lines come first.
+autocast and torch's fused AdamW, with the head's loss ours. Each borrows the GPU first, as `nstrain bench` does. Shapes
+are those that fit 140 GB with room to spare (ns-2b takes 2.6 MB of activations a token, and 18 bytes a parameter beside
+them); one that runs out of memory is tried again with more recomputation. A line that fails says why and the others go
+on. What there is no time for within the budget is not begun, so the most important lines come first.
 
 Predictions, made before the first run (operators' times of docs/reference/performance.md):
 - ours at 4096: 514 model TFLOP/s, as ns-2b had;
@@ -86,9 +86,14 @@ def command(line: Line, shape: tuple[int, int, str], updates: int) -> list[str]:
 def child(plan: dict[str, Any]) -> None:
     """Measure one of ours, here, and print it."""
     sys.path.insert(0, str(HERE.parent))
-    from nstrain.bench import BenchPlan, bench
+    from nstrain.settings.host import enter_host
 
-    result = bench(BenchPlan(**plan), profile=plan["device"] == "cuda", tell=lambda said: print(said, flush=True))
+    enter_host()  # before torch is imported
+    from nstrain.bench import BenchPlan, bench
+    from nstrain.gpu.borrowed import borrowed_gpu, gpu_on
+
+    with borrowed_gpu(gpu_on(plan["device"])) as gpu:
+        result = bench(BenchPlan(**plan), gpu is not None, lambda said: print(said, flush=True), gpu)
     print(json.dumps(dataclasses.asdict(result) | {"share": result.share}))
 
 
@@ -183,17 +188,21 @@ def number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def kernels(results: dict[str, dict[str, Any]]) -> str:
-    """Where ours spend an update, kernel by kernel."""
+def operators(results: dict[str, dict[str, Any]]) -> str:
+    """Where ours spend an update: by operator, then by kernel."""
     parts = []
     for name, result in results.items():
         profile = (result.get("found") or {}).get("profile")
         if profile:
-            longest = [
-                f"  {k['ms']:9.1f} ms {k['share']:6.1%} {k['calls']:6,} {k['name'][:90]}" for k in profile["kernels"]
-            ]
-            parts.append(f"{name}: one update, {profile['span_ms']:,.0f} ms\n" + "\n".join(longest[:16]))
+            parts.append(f"{name}: one update, {profile['span_ms']:,.0f} ms")
+            parts += [_spent(of, of["operator"]) for of in profile["operators"]]
+            parts.append("by kernel:")
+            parts += [_spent(of, f"{of['name'][:80]} ({of['operator']})") for of in profile["kernels"][:16]]
     return "\n".join(parts)
+
+
+def _spent(of: dict[str, Any], name: str) -> str:
+    return f"  {of['ms']:9.1f} ms {of['share']:7.2%} {of['calls']:6,} {name}"
 
 
 def main(arguments: Sequence[str] | None = None, lines: Sequence[Line] = LINES) -> int:
@@ -224,7 +233,7 @@ def main(arguments: Sequence[str] | None = None, lines: Sequence[Line] = LINES) 
         results[line.name] = measured(line, deadline, asked.updates, directory)
         # Kept as it comes: whoever ends this process has what was measured before.
         (directory / "results.json").write_text(json.dumps(results))
-    print(f"\n{table(chosen, results)}\n\n{kernels(results)}\n\nresults and logs: {directory}")
+    print(f"\n{table(chosen, results)}\n\n{operators(results)}\n\nresults and logs: {directory}")
     return int(any("failed" in result for result in results.values()))
 
 

@@ -7,7 +7,8 @@ One line beside those of `nstrain bench --model llama-2b` (our operators, graphs
 norm, AdamW on fp32 weights; products in bf16. The body is compiled: plain torch (`PlainLlama`), or transformers' Qwen3,
 a Llama with QK norm, where that is installed. The head's loss is ours in all of them: torch's would hold the logits.
 
-6 N counts every parameter once; model FLOPs are counted as `nstrain model show` counts the preset's.
+6 N counts every parameter once; model FLOPs are counted as `nstrain model show` counts the preset's. On a GPU it takes
+the card's lease first, as `nstrain bench` does.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE / "models")]
 from baselines import ModelConfig, load_preset  # noqa: E402
 
 from neuronspark.kernels.cross_entropy import linear_cross_entropy  # noqa: E402
+from nstrain.gpu.borrowed import borrowed_gpu, gpu_on  # noqa: E402
 
 Body = Callable[[Tensor], Tensor]
 WARM_UP_UPDATES = 2
@@ -236,7 +238,8 @@ def main(arguments: list[str] | None = None) -> None:
     plan = parser.parse_args(arguments)
     if not plan.preset.startswith("llama"):
         parser.error(f"--preset {plan.preset}: the peers are Llamas")
-    reading = measure(plan)
+    with borrowed_gpu(gpu_on(plan.device)):
+        reading = measure(plan)
     if plan.json:
         print(json.dumps(dataclasses.asdict(reading)))
         return

@@ -4,14 +4,13 @@ An update is what a line's is: `accum` micro-batches of `rows` rows, the norms, 
 the updates after the first two, each timed by the host from its first micro-batch to its readings, which wait for the
 device. On a GPU the ceilings are measured in the same run, before the memory is taken.
 
-With a profile one more update runs under CUPTI: time by kernel, and the idle share - the part of the update's span in
-which no kernel ran.
+With a profile one more update runs under CUPTI: time by operator and by kernel, and the idle share - the part of the
+update's span in which no kernel ran (train/profile.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -21,14 +20,16 @@ import numpy as np
 import torch
 
 from nstrain.base.errors import Refusal
+from nstrain.gpu.borrowed import refuse_other_gpu
+from nstrain.gpu.lease import this_gpu
+from nstrain.gpu.readings import Gpu
 from nstrain.settings.model import validate
 from nstrain.settings.run import LengthSettings, ModelSettings, OptimizerSettings
 from nstrain.train.determinism import enter_deterministic_mode
 from nstrain.train.engine import EagerEngine, TokenRows, train_update
-from nstrain.train.model import build, model_cost
-
-LEASE_WAIT_S = 5.0
-"""How long a GPU's last holder may take to go."""
+from nstrain.train.model import build, kernel_operators, model_cost
+from nstrain.train.profile import TRAINER_KERNELS, Profile, summarize
+from nstrain.train.versions import versions
 
 WARM_UP_UPDATES = 2
 EMA_MOVE = 1e-4
@@ -61,35 +62,13 @@ class BenchPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class KernelTime:
-    """Device time of one kernel in an update."""
-
-    name: str
-    ms: float
-    calls: int
-    share: float
-    """Of the update's span."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Profile:
-    """Where an update's time goes."""
-
-    span_ms: float
-    """From the first kernel's start to the last one's end."""
-    idle_share: float
-    """Part of the span in which no kernel ran."""
-    kernels: list[KernelTime]
-    """Longest first."""
-
-
-@dataclasses.dataclass(frozen=True)
 class BenchResult:
     """What was measured."""
 
     plan: BenchPlan
     device: str
-    versions: dict[str, str]
+    versions: dict[str, Any]
+    """What decides what is computed, as a checkpoint keeps it."""
     parameters: int
     tokens_per_update: int
     update_s: float
@@ -114,21 +93,29 @@ class BenchResult:
         return None if self.bf16_tflop_s is None else self.model_tflop_s / self.bf16_tflop_s
 
 
-def bench(plan: BenchPlan, profile: bool = False, tell: Callable[[str], None] = lambda _: None) -> BenchResult:
-    """Time a plan. Raises `Refusal` for a model or device that is not there, `NstrainError` for a leased GPU."""
+def refuse_unfit(plan: BenchPlan, profile: bool) -> None:
+    """Raise `Refusal` for a device that is not there, and for a profile on a CPU. Occupies no GPU."""
+    if profile and plan.device != "cuda":
+        raise Refusal("--profile times the kernels of a GPU; on a CPU there are none: leave it out")
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise Refusal("torch finds no CUDA device here; --device cpu times the eager engine")
+
+
+def bench(
+    plan: BenchPlan,
+    profile: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
+    gpu: Gpu | None = None,
+) -> BenchResult:
+    """Time a plan. On a GPU `gpu` is the one that the caller has borrowed (gpu/borrowed.py), before torch touches it.
+
+    Raises `Refusal` for what `refuse_unfit` does, a model that does not exist or read such rows, and another GPU.
+    """
+    refuse_unfit(plan, profile)
     enter_deterministic_mode(plan.threads)
-    if plan.device != "cuda":
-        return _benched(plan, profile, tell)
-    from nstrain.gpu.lease import gpu_lease, this_gpu
-
-    uuid = this_gpu()
-    with gpu_lease(uuid).acquire(f"the GPU {uuid}", LEASE_WAIT_S):
-        return _benched(plan, profile, tell)
-
-
-def _benched(plan: BenchPlan, profile: bool, tell: Callable[[str], None]) -> BenchResult:
+    if plan.device == "cuda":
+        assert gpu is not None, "whoever benches on a GPU borrows it first"
+        refuse_other_gpu(gpu.uuid, this_gpu())
     cost = model_cost(plan.model, plan.row_tokens)
     if plan.row_tokens > cost.row_tokens:
         raise Refusal(f"{plan.model} reads rows of {cost.row_tokens:,} tokens at most, not {plan.row_tokens:,}")
@@ -141,7 +128,7 @@ def _benched(plan: BenchPlan, profile: bool, tell: Callable[[str], None]) -> Ben
         torch.cuda.empty_cache()
     tell(f"building {plan.model}: {cost.parameters:,} parameters")
     vocabulary = int(cost.config["vocab_size"])
-    engine = _engine(plan, cost.config, vocabulary)
+    engine = _engine(plan, cost.config, vocabulary, tell)
     if plan.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds, losses = [], []
@@ -156,7 +143,7 @@ def _benched(plan: BenchPlan, profile: bool, tell: Callable[[str], None]) -> Ben
     return BenchResult(
         plan=plan,
         device=torch.cuda.get_device_name() if plan.device == "cuda" else "CPU",
-        versions={"torch": torch.__version__, "triton": _triton_version()},
+        versions=versions(plan.device),
         parameters=cost.parameters,
         tokens_per_update=tokens,
         update_s=update_s,
@@ -171,13 +158,13 @@ def _benched(plan: BenchPlan, profile: bool, tell: Callable[[str], None]) -> Ben
     )
 
 
-def _engine(plan: BenchPlan, config: dict[str, Any], vocabulary: int) -> EagerEngine:
+def _engine(plan: BenchPlan, config: dict[str, Any], vocabulary: int, tell: Callable[[str], None]) -> EagerEngine:
     model = build(ModelSettings(preset=plan.model, config=config), vocabulary, plan.device, seed=0)
     optimizer = validate(OptimizerSettings, {"clip_norm": 1.0}, "optimizer")
     if plan.device == "cuda" and not plan.eager:
         from nstrain.train.graphs import GraphEngine
 
-        graphs = GraphEngine(model, optimizer, plan.hold_bytes, with_ema=plan.ema)
+        graphs = GraphEngine(model, optimizer, plan.hold_bytes, plan.ema, tell)
         graphs.open_arena()  # before the peak is reset: an arena is held by allocating it, which would count
         engine: EagerEngine = graphs
     else:
@@ -201,18 +188,8 @@ def _peak_gib(engine: EagerEngine) -> float:
     return torch.cuda.max_memory_allocated() / 2**30
 
 
-def _triton_version() -> str:
-    try:
-        import triton
-    except ImportError:
-        return "none"
-    return str(triton.__version__)
-
-
-def _profiled(engine: EagerEngine, plan: BenchPlan, vocabulary: int) -> Profile | None:
-    """One more update under the profiler; None on a CPU."""
-    if plan.device != "cuda":
-        return None
+def _profiled(engine: EagerEngine, plan: BenchPlan, vocabulary: int) -> Profile:
+    """One more update under the profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     rows = _rows(plan, vocabulary, 0)
@@ -220,28 +197,5 @@ def _profiled(engine: EagerEngine, plan: BenchPlan, vocabulary: int) -> Profile 
         _update(engine, plan, rows)
         torch.cuda.synchronize()
     events = [event for event in profiled.events() if event.device_type.name == "CUDA"]
-    return summarize([(event.name, event.time_range.start, event.time_range.end) for event in events])
-
-
-def summarize(intervals: list[tuple[str, float, float]]) -> Profile:
-    """A profile from kernels' names, starts and ends in microseconds; kernels may overlap."""
-    busy, end = 0.0, -1.0
-    totals: dict[str, list[float]] = {}
-    for name, start, stop in sorted(intervals, key=lambda interval: interval[1]):
-        busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-        totals.setdefault(short_name(name), []).append(stop - start)
-    span = max(stop for _, _, stop in intervals) - min(start for _, start, _ in intervals)
-    kernels = [KernelTime(name, sum(t) / 1e3, len(t), sum(t) / span) for name, t in totals.items()]
-    return Profile(span / 1e3, 1 - busy / span, sorted(kernels, key=lambda kernel: -kernel.ms))
-
-
-def short_name(kernel: str) -> str:
-    """A kernel's name without what its template and types make of it."""
-    if re.match(r"nvjet|.*(gemm|cutlass|xmma)", kernel):
-        return "matrix products (cuBLAS)"
-    found = re.search(r"(?:at::native::)(?:\(anonymous namespace\)::)?(\w+)", kernel)
-    functor = re.search(r"at::native::(\w*[Ff]unctor\w*|\w+_kernel_cuda)", kernel)
-    if found:
-        return f"torch {found[1]}" + (f" {functor[1]}" if functor and functor[1] != found[1] else "")
-    return re.sub(r"[<(].*", "", kernel).removeprefix("void ").strip()
+    intervals = [(event.name, event.time_range.start, event.time_range.end) for event in events]
+    return summarize(intervals, {**kernel_operators(), **TRAINER_KERNELS})

@@ -129,14 +129,29 @@ def read_json(path: Path) -> Any:
         raise Refusal(f"{path}: expected JSON, found something else ({error})") from None
 
 
+def refuse_existing(directory: Path) -> None:
+    """Raise `Refusal` if a directory that is to be made exists and is not an empty one."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise Refusal(f"{directory}: exists already; name a new directory, or remove this one first")
+
+
+def bytes_below(directory: Path) -> int:
+    """Bytes of all files below a directory, 0 if there is none; what vanishes meanwhile does not count."""
+    total = 0
+    for place, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size
+    return total
+
+
 @contextlib.contextmanager
 def directory_by_rename(final: Path) -> Iterator[Path]:
     """Build a directory under a temporary name; it appears under its own name whole, or not at all.
 
     Yields the temporary directory. Raises `Refusal` if `final` exists and is not an empty directory.
     """
-    if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise Refusal(f"{final}: exists already; name a new directory, or remove this one first")
+    refuse_existing(final)
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.with_name(f".{final.name}{PARTIAL_SUFFIX}")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -1,8 +1,9 @@
-"""run.log, which several processes append to at once, and its rotation.
+"""Logs that grow for months: run.log, which several processes append to at once, and their rotation.
 
-The supervisor renames a log that has grown too large and goes on; the children, whose standard output is the file that
-was renamed, look now and then whether the name stands for another file than theirs, and change over. No line is lost or
-cut: until then they write to the old file's end. One old log is kept.
+One process of a log renames it when it has grown too large (of run.log the supervisor, of its own log a preparer in the
+background); those whose standard output is the file that was renamed look now and then whether the name stands for
+another file than theirs, and change over. No line is lost or cut: until then they write to the old file's end. One old
+log is kept.
 """
 
 from __future__ import annotations
@@ -78,12 +79,18 @@ class FollowedLog:
         os.close(new)
         return True
 
-    def follow(self, every_s: float = FOLLOW_S) -> None:
-        """Look every now and then in a thread, for the process's life."""
-        if self._followed:
-            threading.Thread(target=self._follow, args=(every_s,), name="log follower", daemon=True).start()
+    def follow(self, every_s: float | None = None, rotates: bool = False) -> None:
+        """Look every now and then (FOLLOW_S) in a thread, for the process's life.
 
-    def _follow(self, every_s: float) -> None:
+        With `rotates` this is the process that puts the log aside when it has grown too large.
+        """
+        if self._followed:
+            arguments = (FOLLOW_S if every_s is None else every_s, rotates)
+            threading.Thread(target=self._follow, args=arguments, name="log follower", daemon=True).start()
+
+    def _follow(self, every_s: float, rotates: bool) -> None:
         never = threading.Event()
         while not never.wait(every_s):
+            if rotates:
+                rotate(self._log)
             self.look()

@@ -14,6 +14,10 @@ from nstrain.cli.common import table
 
 if TYPE_CHECKING:
     from nstrain.bench import BenchResult
+    from nstrain.train.profile import Profile
+
+KERNELS = 24
+"""As many are shown by name, the longest first; --json has all."""
 
 
 def register(root: typer.Typer) -> None:
@@ -34,17 +38,20 @@ def bench(
     threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 1,
     eager: Annotated[bool, typer.Option("--eager", help="Operator by operator on a GPU, instead of graphs.")] = False,
     ema: Annotated[bool, typer.Option("--ema", help="Also keep a moving average of the weights.")] = False,
-    profile: Annotated[bool, typer.Option("--profile", help="Also time by kernel and the idle share.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="On a GPU: also time by operator and by kernel, and the idle share.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Train a preset on random tokens and say how fast it is."""
-    from nstrain.bench import BenchPlan
+    from nstrain.bench import BenchPlan, refuse_unfit
     from nstrain.bench import bench as run
     from nstrain.gpu.borrowed import borrowed_gpu, gpu_on
 
     plan = BenchPlan(model, seq_len, rows, accum, ac, updates, device, threads, eager=eager, ema=ema)
-    with borrowed_gpu(gpu_on(device)):
-        result = run(plan, profile, tell=lambda line: print(line, file=sys.stderr, flush=True))
+    refuse_unfit(plan, profile)
+    with borrowed_gpu(gpu_on(device)) as gpu:  # the one place that takes it: a lease is not taken twice
+        result = run(plan, profile, lambda line: print(line, file=sys.stderr, flush=True), gpu)
     if as_json:
         print(json.dumps(dataclasses.asdict(result) | {"share": result.share}, indent=2))
         return
@@ -62,6 +69,7 @@ def _drawn(result: BenchResult) -> str:
     if result.peak_gib is not None:
         lines += [
             ("share of the card's product rate", f"{result.share:.1%} of {result.bf16_tflop_s:.0f} TFLOP/s"),
+            ("the card's copy rate", f"{result.copy_tb_s:.2f} TB/s, read and written"),
             ("peak memory", f"{result.peak_gib:.1f} GiB"),
         ]
     title = (
@@ -71,6 +79,20 @@ def _drawn(result: BenchResult) -> str:
     drawn = table(title, ("", "measured"), lines)
     if result.profile is None:
         return drawn
-    kernels = [(k.name[:70], f"{k.ms:.1f}", f"{k.calls:,}", f"{k.share:.1%}") for k in result.profile.kernels[:24]]
-    by_kernel = f"one update: {result.profile.span_ms:,.1f} ms, idle {result.profile.idle_share:.2%}"
-    return drawn + "\n" + table(by_kernel, ("kernel", "ms", "calls", "share"), kernels)
+    return "\n".join((drawn, *_profile_tables(result.profile)))
+
+
+def _profile_tables(profile: Profile) -> tuple[str, str]:
+    operators = [(o.operator, f"{o.ms:.1f}", f"{o.calls:,}", f"{o.share:.2%}") for o in profile.operators]
+    kernels = [
+        (k.name[:60], k.operator, f"{k.ms:.1f}", f"{k.calls:,}", f"{k.share:.2%}") for k in profile.kernels[:KERNELS]
+    ]
+    more = f", the longest {KERNELS} of {len(profile.kernels)}" if len(profile.kernels) > KERNELS else ""
+    return (
+        table(
+            f"one update by operator: {profile.span_ms:,.1f} ms, idle {profile.idle_share:.2%}",
+            ("operator", "ms", "kernels", "share"),
+            operators,
+        ),
+        table(f"by kernel{more}", ("kernel", "operator", "ms", "calls", "share"), kernels),
+    )

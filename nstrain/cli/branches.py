@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nstrain.base.units import human_count
 from nstrain.cli.common import parse_recipe, parse_token_option, progress_bars, resolve, table
+
+if TYPE_CHECKING:
+    from nstrain.ops.branch import Branched
 
 Run = Annotated[str, typer.Argument(help="The training line's directory.", metavar="RUN")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
@@ -70,9 +73,20 @@ def branch(
             on_held_out=lambda source, done: bar.set(f"reading {source}", done),
         )
     if as_json:
-        stages = [dataclasses.asdict(stage) for stage in made.stages]
-        print(json.dumps({"id": made.settings.id, "update": made.update, "stages": stages}, indent=2))
+        value = {
+            "id": made.settings.id,
+            "update": made.update,
+            "stages": [dataclasses.asdict(stage) for stage in made.stages],
+            "changed_since": made.changed_since,
+            "notes": made.notes,
+        }
+        print(json.dumps(value, indent=2))
         return
+    _show_branch(run, parent, made)
+
+
+def _show_branch(run: str, parent: str, made: Branched) -> None:
+    """The branch's stages, what a person should know of it, and what comes next."""
     rows = [
         (
             stage.kind,
@@ -88,7 +102,12 @@ def branch(
     first = made.stages[0].first_token
     print(table(f"{run}: {parent} up to update {made.update:,} ({human_count(first)} tokens), then", heads, rows))
     print(f"data line {made.data.work}" + ("" if made.made_data else " (was there)"))
-    print(f"next: nstrain check {run}; nstrain run {run}")
+    for difference in made.changed_since:
+        print(f"{parent} was changed since; the branch keeps what it was trained with at the fork: {difference}")
+    for note in made.notes:
+        print(f"note: {note}")
+    print(f"next: nstrain tune {run} (rows of a new length go through one at a time until it has); nstrain check {run}")
+    print(f"then: nstrain run {run}")
 
 
 def rollback(
@@ -102,7 +121,7 @@ def rollback(
     print(f"{run} stands at update {done.update:,}, {human_count(done.tokens)} tokens")
     print(f"generation {done.generation} begins with its next update")
     if done.set_aside:
-        print(f"set aside until the line has passed them: {', '.join(done.set_aside)}")
+        print(f"set aside until the line has come as far again: {', '.join(done.set_aside)}")
     if done.to_prepare:
         cycles = ", ".join(map(str, done.to_prepare))
         print(f"data cycle {cycles} was deleted; the preparer makes it again from its manifest")

@@ -35,21 +35,26 @@ def checkpoints(
         int | None, typer.Option(min=1, help="Of the kept ends of data cycles leave every n-th, remove the others.")
     ] = None,
     forks: Annotated[bool, typer.Option("--forks", help="Remove also those that branches began with.")] = False,
+    set_aside: Annotated[
+        bool, typer.Option("--set-aside", help="Remove what rollbacks have set aside, before the line is as far again.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """The line's checkpoints with their sizes, and what they will take; with --remove or --thin, fewer of them."""
-    from nstrain.ops.checkpoints import checkpoints_of, forecast
+    """The line's checkpoints with their sizes, and what they will take; with an option that removes, fewer of them."""
+    from nstrain.ops.checkpoints import checkpoints_of, forecast, remove_aside
     from nstrain.ops.checkpoints import remove as remove_some
     from nstrain.ops.checkpoints import thin as thin_all
 
     place = resolve(run)
-    if remove and thin is not None:
-        raise Refusal("--remove and --thin: give one of them")
+    if bool(remove) + (thin is not None) + set_aside > 1:
+        raise Refusal("--remove, --thin and --set-aside: give one of them")
     removed = None
     if remove:
         removed = remove_some(place, remove, forks)
     elif thin is not None:
         removed = thin_all(place, thin, forks)
+    elif set_aside:
+        removed = remove_aside(place)
     listed, outlook = checkpoints_of(place), forecast(place)
     if as_json:
         value = {"checkpoints": [dataclasses.asdict(item) for item in listed], "forecast": dataclasses.asdict(outlook)}
@@ -69,7 +74,7 @@ HEADS = ("", "tokens", "why", "stays", "size", "written")
 
 def _row(item: ListedCheckpoint) -> tuple[str, ...]:
     name = f"set-aside/{item.name}" if item.set_aside else item.name
-    stays = "until the line is beyond it" if item.set_aside else {True: "yes", False: "rolling"}.get(item.kept, "?")  # type: ignore[arg-type]
+    stays = "until the line is as far again" if item.set_aside else {True: "yes", False: "rolling"}.get(item.kept, "?")  # type: ignore[arg-type]
     return (
         name,
         "?" if item.tokens is None else human_count(item.tokens),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,14 +14,25 @@ from nstrain.base.errors import Refusal
 from nstrain.base.units import parse_tokens
 from nstrain.settings.host_file import host_is_set
 
+MADE_FILES = ("run.json", "line.json", "hashes.json")
+"""One of them is in every training line, data line and checkpoint."""
+
 
 def resolve(name: str) -> Path:
-    """A line's directory from what was typed (a bare name lies under host.json's work_root)."""
-    if not host_is_set():
-        return Path(name).expanduser().resolve()
-    from nstrain.settings.host import load_host, place
+    """The place of a line, a checkpoint or a file of weights from what was typed; every command asks here.
 
-    return place(name, load_host())
+    A bare name lies under host.json's work_root, unless it says a file (.safetensors) or names something here that was
+    made: a file, or the directory of a line or a checkpoint. Everything else is a path.
+    """
+    here = Path(name).expanduser()
+    bare = os.sep not in name and not here.is_absolute() and name not in ("", ".", "..")
+    if not bare or not host_is_set():
+        return here.resolve()
+    from nstrain.settings.host import load_host
+
+    root = load_host().work_root
+    is_here = here.suffix == ".safetensors" or here.is_file() or any((here / file).is_file() for file in MADE_FILES)
+    return here.resolve() if root is None or is_here else Path(root) / name
 
 
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -178,14 +178,16 @@ def branch(
 
 @app.command("plan")
 def plan(work: Work, as_json: AsJson = False) -> None:
-    """What the schedule takes of each source, when one runs out, and what a cycle costs; nothing is read."""
+    """What the schedule takes of each source, when one runs out, what it costs in time and disk; nothing is read."""
     from nstrain.data.line import DataLine
-    from nstrain.data.plan import plan_line
+    from nstrain.data.plan import checkpoint_plans, plan_line
 
     line = DataLine.open(resolve(work))
     planned = plan_line(line)
     if planned is None:
         print("null" if as_json else f"{line.work}: every cycle of the schedule is prepared")
+        for checkpoints in () if as_json else checkpoint_plans(line):
+            print(checkpoints.describe())
         return
     if as_json:
         print(json.dumps(planned.to_json(), indent=2))
@@ -214,6 +216,16 @@ def _show_plan(work: Path, planned: LinePlan) -> None:
         f"a cycle: {human_bytes(planned.cycle_bytes)} of token files, about {human_seconds(planned.prepare_s)} to "
         "encode with one worker"
     )
+    fetched = f", and {human_bytes(planned.downloads_bytes)} fetched" if planned.downloads_bytes else ""
+    print(
+        f"opened files: about {human_bytes(planned.opens_bytes)} for it, until it is done, beside "
+        f"{human_bytes(planned.open_bytes)} now{fetched}"
+    )
+    for checkpoints in planned.checkpoints:
+        print(checkpoints.describe())
+    print(f"disk: {planned.disk.describe()}")
+    if planned.no_room is not None:
+        print(f"the preparer would wait: {planned.no_room}")
 
 
 @app.command("status")
@@ -232,6 +244,7 @@ def status(work: Work, as_json: AsJson = False) -> None:
         ("cycles on disk", f"{on_disk} ({human_bytes(found.cycles_bytes)})"),
         ("opened files", human_bytes(found.open_bytes)),
         ("fetched, not opened", human_bytes(found.downloads_bytes)),
+        ("disk", found.disk.describe()),
         ("held-out rows", "gathered" if found.held_out else "missing: run nstrain data val"),
     ]
     if found.preparer is not None:

@@ -67,14 +67,10 @@ def new(
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda where there is one).")] = None,
 ) -> None:
     """Make a training line on a data line; its run.json shows every setting, and appears whole or not at all."""
+    from nstrain.data.line import DataLine
     from nstrain.ops.new import new_line
+    from nstrain.ops.schedule_notes import schedule_notes
 
-    checkpoints = {"every_updates": checkpoint_every, "every_minutes": checkpoint_minutes, "keep_last": keep_last}
-    validation = {
-        "every_updates": validate_every,
-        "rows_per_source": validation_rows,
-        "long_rows_per_source": long_rows,
-    }
     settings = new_line(
         resolve(run),
         model,
@@ -95,15 +91,24 @@ def new(
             "weight_decay": weight_decay,
             "weight_decay_batch": parse_token_option(weight_decay_batch, "--weight-decay-batch"),
         },
-        validation={name: value for name, value in validation.items() if value is not None},
-        checkpoints={name: value for name, value in checkpoints.items() if value is not None},
+        validation=_given(
+            every_updates=validate_every, rows_per_source=validation_rows, long_rows_per_source=long_rows
+        ),
+        checkpoints=_given(every_updates=checkpoint_every, every_minutes=checkpoint_minutes, keep_last=keep_last),
         seed=seed,
         threads=threads,
         device=device,  # type: ignore[arg-type]  # validated with the rest
         print_every=print_every,
     )
     print(f"{resolve(run)}: {settings.model.preset} on {settings.data.work}")
+    for note in schedule_notes(settings, DataLine.open(Path(settings.data.work)).schedule):
+        print(f"note: {note}")
     print(f"next: nstrain check {run}; nstrain run {run} --foreground")
+
+
+def _given(**options: float | None) -> dict[str, float]:
+    """Fields of run.json by their names, without those that were left out."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _batch(text: str | None) -> int | list[dict[str, int | None]] | None:

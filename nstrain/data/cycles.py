@@ -166,7 +166,7 @@ def write_stream(job: SourceJob, head: dict[str, Any], directory: Path, progress
             row = int(file.table["row"][drawn.document])
             entry = (position, drawn.stratum, drawn.order, drawn.document, row)
             table_file.write(np.array(entry, dtype=STREAM_DOCUMENT).tobytes())
-            if position - reported > targets // 64:
+            if position - reported > targets // 1024:
                 reported = position
                 progress(min(position, targets))
     assert position == targets + 1, f"{name}: the stream has {position} tokens instead of {targets + 1}"

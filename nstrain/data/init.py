@@ -7,14 +7,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
-from nstrain.base.disk import atomic_write_json, directory_by_rename, read_json
+from nstrain.base.disk import atomic_write_json, directory_by_rename, read_json, refuse_existing
 from nstrain.base.errors import Refusal
 from nstrain.data.budget import refuse_too_small
-from nstrain.data.calibration import calibrate, load_calibration
+from nstrain.data.calibration import Calibration, calibrate, load_calibration
 from nstrain.data.encode import ENCODING_VERSION, load_encoder
 from nstrain.data.line import DataLine, LineSettings, PinnedSource, TokenizerPin
 from nstrain.data.order import ORDER_VERSION
@@ -23,7 +23,7 @@ from nstrain.data.recipes import packaged_recipes
 from nstrain.data.schedule import Schedule, make_piece
 from nstrain.data.sources import Listing, SourceSettings, list_local, resolve_inside
 from nstrain.data.supply import DOWNLOADS, OnDownload, SuppliedSource, fetched_nothing, supplied
-from nstrain.settings.model import Settings, dump, validate
+from nstrain.settings.model import Positive, Settings, WholeNumber, dump, validate
 
 EMPTY_STATE = {"format": 1, "prepared_cycles": 0}
 """state.json of a line of which nothing is prepared, beside its calibration."""
@@ -36,7 +36,7 @@ LINE_DIRECTORIES = ("manifests", "cycles", "consumers", "open")
 class RecipeSource(SourceSettings):
     """A source of a recipe: what it is, and its share."""
 
-    share: int = pydantic.Field(gt=0)
+    share: Positive
     """Its share of the tokens, as a whole number; only the shares' proportions matter."""
     note: str | None = None
     """What whoever uses the recipe should know of this source; told beside an error about it."""
@@ -50,7 +50,7 @@ class RecipeSource(SourceSettings):
 class Recipe(Settings):
     """A recipe file: the sources of a line and their shares."""
 
-    format: Literal[1]
+    format: Annotated[Literal[1], WholeNumber]
     """Version of this file's format."""
     sources: tuple[RecipeSource, ...] = pydantic.Field(min_length=1)
     """In the order in which they are numbered."""
@@ -113,8 +113,7 @@ def init_line(
     `calibration_from` names the state.json of a line whose calibration is taken over for the sources that it has.
     Raises `Refusal`.
     """
-    if work.exists() and (not work.is_dir() or any(work.iterdir())):
-        raise Refusal(f"{work}: exists already; name a new directory, or remove this one first")
+    refuse_existing(work)
     for what, number in {"cycles": cycles, "unit_tokens": unit_tokens, "open_files": open_files}.items():
         if number is not None and number < 1:
             raise Refusal(f"{what}: expected a positive whole number, found {number}")
@@ -123,23 +122,14 @@ def init_line(
         encoder.marker_ids(entry.markers, entry.name)
     shares = {entry.name: entry.share for entry in recipe.sources}
     piece = make_piece(shares, cycle_tokens, unit_tokens, cycles, segment_units)
-    schedule = Schedule((piece,), unit_tokens)
     sources = _pin_revisions(recipe, on_notice)
     listings = {entry.name: _list(entry, sources[entry.name], seed, on_file, on_notice) for entry in recipe.sources}
     downloads = work.with_name(f".{work.name}.{DOWNLOADS}")
     ready = {name: supplied(source, downloads, on_download) for name, source in sources.items()}
     for entry in recipe.sources:
         _refuse_missing_columns(entry, ready[entry.name], listings[entry.name])
-    pinned = tuple(
-        PinnedSource(
-            settings=sources[entry.name],
-            listing_sha256=listings[entry.name].digest,
-            files=listings[entry.name].count,
-            bytes=sum(listings[entry.name].bytes_by_stratum),
-        )
-        for entry in recipe.sources
-    )
-    refuse_too_small(schedule, pinned, encoder)
+    pinned = tuple(_pinned(source, listings[name]) for name, source in sources.items())
+    refuse_too_small(Schedule((piece,), unit_tokens), pinned, encoder)
     known = None if calibration_from is None else load_calibration(calibration_from)
     calibration = calibrate([(ready[name], listings[name]) for name in sources], encoder, known, on_sample)
     settings = LineSettings(
@@ -160,17 +150,7 @@ def init_line(
         sources=pinned,
     )
     settings = settings.model_copy(update={"id": settings.fixed_id()})
-    with directory_by_rename(work) as directory:
-        for name, listing in listings.items():
-            (directory / "sources" / name).mkdir(parents=True)
-            listing.save(directory / "sources" / name / "files.parquet")
-        shutil.copyfile(tokenizer, directory / "tokenizer.json")
-        for name in LINE_DIRECTORIES:
-            (directory / name).mkdir()
-        atomic_write_json(directory / "state.json", {**EMPTY_STATE, "calibration": dump(calibration)})
-        atomic_write_json(directory / "line.json", dump(settings))
-        if downloads.exists():
-            os.rename(downloads, directory / DOWNLOADS)
+    _write(work, settings, tokenizer, listings, calibration, downloads)
     return DataLine.open(work)
 
 
@@ -208,6 +188,16 @@ def _list(
         return list_hub(source, seed, lambda size: on_file(entry.name, size), on_notice)
 
 
+def _pinned(source: SourceSettings, listing: Listing) -> PinnedSource:
+    """A source as line.json has it."""
+    return PinnedSource(
+        settings=source,
+        listing_sha256=listing.digest,
+        files=listing.count,
+        bytes=sum(listing.bytes_by_stratum),
+    )
+
+
 def _refuse_missing_columns(entry: RecipeSource, source: SuppliedSource, listing: Listing) -> None:
     """Look for a hub source's columns in its first file (a local one's were looked for as it was listed)."""
     if source.settings.kind == "hub":
@@ -227,3 +217,25 @@ def _note_is_told(entry: RecipeSource) -> Iterator[None]:
         named = str(error) if f"source {entry.name}" in str(error) else f"source {entry.name}: {error}"
         note = "" if entry.note is None else f". The recipe notes: {entry.note}"
         raise type(error)(named + note) from None
+
+
+def _write(
+    work: Path,
+    settings: LineSettings,
+    tokenizer: Path,
+    listings: dict[str, Listing],
+    calibration: Calibration,
+    downloads: Path,
+) -> None:
+    """Make the line's directory; what was fetched for the calibration moves into it."""
+    with directory_by_rename(work) as directory:
+        for name, listing in listings.items():
+            (directory / "sources" / name).mkdir(parents=True)
+            listing.save(directory / "sources" / name / "files.parquet")
+        shutil.copyfile(tokenizer, directory / "tokenizer.json")
+        for name in LINE_DIRECTORIES:
+            (directory / name).mkdir()
+        atomic_write_json(directory / "state.json", {**EMPTY_STATE, "calibration": dump(calibration)})
+        atomic_write_json(directory / "line.json", dump(settings))
+        if downloads.exists():
+            os.rename(downloads, directory / DOWNLOADS)

@@ -14,10 +14,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-import pydantic
 
 from nstrain.base.disk import sha256_bytes
 from nstrain.base.errors import Refusal
@@ -28,7 +27,7 @@ from nstrain.data.order import ORDER_VERSION, derive_key
 from nstrain.data.schedule import CyclePlan, Piece, Schedule
 from nstrain.data.sources import Listing, SourceSettings
 from nstrain.data.supply import DOWNLOADS, OnDownload, SuppliedSource, fetched_nothing, placed, supplied
-from nstrain.settings.model import Settings, load
+from nstrain.settings.model import Natural, Positive, Settings, Whole, WholeNumber, load
 
 LINE_FORMAT: Literal[1] = 1
 
@@ -38,7 +37,7 @@ class TokenizerPin(Settings):
 
     sha256: str
     """Of tokenizer.json's bytes."""
-    vocabulary_size: int
+    vocabulary_size: Whole
     """Token ids are below this."""
     canary_sha256: str
     """Of the ids it gave a fixed text in `data init`: another library that encodes otherwise is refused."""
@@ -50,9 +49,9 @@ class PinnedSource(Settings):
     settings: SourceSettings
     listing_sha256: str
     """Of the list's content (`Listing.digest`)."""
-    files: int
+    files: Whole
     """Files in the list."""
-    bytes: int
+    bytes: Whole
     """Their bytes."""
 
 
@@ -61,33 +60,33 @@ class Fork(Settings):
 
     line: str
     """Id of the trunk."""
-    cycle: int = pydantic.Field(ge=1)
+    cycle: Positive
     """The trunk's cycle after which it forked."""
     manifest_sha256: str
     """Of that cycle's manifest, of which parent.json is a copy."""
-    tokens: int = pydantic.Field(ge=0)
+    tokens: Natural
     """The position at the fork, from which the branch counts on."""
 
 
 class LineSettings(Settings):
     """line.json."""
 
-    format: Literal[1] = LINE_FORMAT
+    format: Annotated[Literal[1], WholeNumber] = LINE_FORMAT
     """Version of this file's format."""
     id: str
     """The line's own name: a hash of everything here but the schedule and the places of local sources."""
-    order_version: int
+    order_version: Whole
     """ORDER_VERSION the line was made with; gates."""
-    encoding_version: int
+    encoding_version: Whole
     """ENCODING_VERSION the line was made with; gates."""
-    seed: int
+    seed: Whole
     """Keys the order of files and windows."""
-    eos_id: int
+    eos_id: Whole
     """The token after every document."""
     tokenizer: TokenizerPin
-    unit_tokens: int = pydantic.Field(gt=0)
+    unit_tokens: Positive
     """The longest row of the line; every row length divides it."""
-    open_files: int = pydantic.Field(ge=1)
+    open_files: Positive
     """Files of a stratum that stay open together."""
     calibration_sha256: str
     """Of the calibration in state.json (`Calibration.digest`)."""
@@ -191,6 +190,11 @@ class DataLine:
     def cycle_plan(self, cycle: int) -> CyclePlan:
         """What the schedule says of a cycle, from 1."""
         return self.schedule.cycle(cycle)
+
+    def cycle_bytes(self, cycle: int) -> int:
+        """Bytes of a cycle's tokens on disk (its tables of documents are small)."""
+        plan = self.cycle_plan(cycle)
+        return (plan.tokens + len(plan.sources)) * self.token_dtype.itemsize
 
     def source(self, name: str) -> SourceSettings:
         """A source's settings by name, with the place of its files on this disk."""

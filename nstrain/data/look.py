@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
+from nstrain.base.disk import bytes_below
 from nstrain.data.consumers import Consumer, read_consumers
 from nstrain.data.cycles import cycles_on_disk
 from nstrain.data.line import DataLine
 from nstrain.data.preparer import PreparerStatus, preparer_lock, read_status
+from nstrain.data.room import DiskRoom, disk_room
 from nstrain.data.supply import DOWNLOADS
 
 
@@ -36,10 +37,12 @@ class DataStatus:
     """The cache of opened files."""
     downloads_bytes: int
     """Files of hub sources that were fetched and are not open yet."""
+    disk: DiskRoom
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        plain = {**vars(self), "consumers": [consumer.model_dump(mode="json") for consumer in self.consumers]}
+        plain = {**vars(self), "disk": dataclasses.asdict(self.disk)}
+        plain["consumers"] = [consumer.model_dump(mode="json") for consumer in self.consumers]
         return {**plain, "preparer": None if self.preparer is None else dataclasses.asdict(self.preparer)}
 
 
@@ -57,17 +60,8 @@ def data_status(line: DataLine) -> DataStatus:
         preparing=preparer_lock(line.work).held_elsewhere(),
         preparer=read_status(line.work),
         consumers=tuple(read_consumers(line.work)),
-        cycles_bytes=_bytes_below(line.work / "cycles"),
-        open_bytes=_bytes_below(line.work / "open"),
-        downloads_bytes=_bytes_below(line.work / DOWNLOADS),
+        cycles_bytes=bytes_below(line.work / "cycles"),
+        open_bytes=bytes_below(line.work / "open"),
+        downloads_bytes=bytes_below(line.work / DOWNLOADS),
+        disk=disk_room(line),
     )
-
-
-def _bytes_below(directory: Path) -> int:
-    total = 0
-    for path in directory.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # deleted while we looked
-            continue
-    return total

@@ -182,6 +182,36 @@ def expected_left(listing: Listing, state: SourceState, calibrated: Sequence[Rat
     return int(left)
 
 
+def expected_opened(
+    listing: Listing, state: SourceState, calibrated: Sequence[Rate], targets: int, open_files: int
+) -> int:
+    """Tokens of the files that a cycle of so many target tokens is expected to open, whole, beside those open before.
+
+    They lie under open/ until the cycle is done: then those that are used up go. Of a document's length no more is
+    known than the mean of those opened so far, where the opening goes by the longest: where a file is one document it
+    is up to a file a stratum more.
+    """
+    rates = stratum_rates(state.strata, calibrated)
+    left = [Fraction(sum(file.left for file in stratum.open)) for stratum in state.strata]
+    if state.tail is not None:
+        left[state.tail.stratum] += state.tail.tokens
+    unopened = [
+        sum(file.text_bytes for file in files[stratum.next_file :]) * rate
+        for files, stratum, rate in zip(listing.files, state.strata, rates, strict=True)
+    ]
+    total = sum(left) + sum(unopened)
+    opened = Fraction(0)
+    document = Fraction(sum(s.opened_tokens for s in state.strata), max(1, state.counts.documents))
+    for files, stratum, rate, has, beyond in zip(listing.files, state.strata, rates, left, unopened, strict=True):
+        need, count = targets * (has + beyond) / total if total else Fraction(0), len(stratum.open)
+        for file in files[stratum.next_file :]:
+            if has >= need + document and count >= open_files:
+                break
+            tokens = file.text_bytes * rate
+            has, count, opened = has + tokens, count + 1, opened + tokens
+    return int(opened)
+
+
 def open_for_cycle(
     files: OpenedFiles,
     listing: Listing,

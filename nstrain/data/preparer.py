@@ -29,6 +29,10 @@ from nstrain.data.encode import Encoder
 from nstrain.data.line import DataLine
 from nstrain.data.manifest import last_manifest, refuse_edited_pasts
 from nstrain.data.opener_pool import OpenerPool, default_workers
+from nstrain.data.room import CheckpointRoom
+from nstrain.gpu.readings import LINE_VARIABLE
+from nstrain.line.orphaned import tell_of_the_supervisors_death, trainer_lives
+from nstrain.line.paths import LinePaths
 
 if TYPE_CHECKING:
     from nstrain.data.hub.downloads import DownloadProgress
@@ -55,11 +59,16 @@ class PreparerStatus:
     progress: float
     """Share of that cycle that is done."""
     since: float
-    """Unix time at which the stage began (of this cycle)."""
+    """Unix time at which the stage began (of this cycle); of waiting_disk `disk_full_since`."""
     error: str | None
     """Of waiting_disk and failed; while downloading, what is being waited for."""
     download: dict[str, Any] | None = None
     """While downloading: how far it is (`DownloadProgress` without its trouble)."""
+    disk_full_since: float | None = None
+    """Unix time at which it first had no room, for the cycle that it has not finished since: one wait, though it tries
+    again and again; None if it had room."""
+    disk_full_tries: int = 0
+    """How often it has found no room since then."""
 
     @property
     def download_progress(self) -> DownloadProgress | None:
@@ -93,8 +102,11 @@ class Preparer:
         self.ahead_cycles, self.until_cycle = ahead_cycles, until_cycle
         self._stop, self._on_status = stop, on_status
         self._workers = default_workers() if workers is None else workers
+        self._room = CheckpointRoom(self.line)
         self._recorded = -1
         self._shown_at = self._fetching_at = 0.0
+        self._disk_full_since: float | None = None
+        self._disk_full_tries = 0
         self._status = PreparerStatus(os.getpid(), "", 0, 0.0, time.time(), None)  # none of the stages: shown never
 
     def run(self) -> ExitCode:
@@ -108,7 +120,7 @@ class Preparer:
                     try:
                         code = self._step(encoder, pool)
                     except DiskFull as error:
-                        self._wait_for_disk(error)
+                        self._wait_for_disk(error, self._status.cycle)
                         continue
                     if code is not None:
                         return code
@@ -135,8 +147,15 @@ class Preparer:
             self._show("waiting_consumer", cycle)
             time.sleep(POLL_S)
             return None
-        self._show("preparing", cycle)
+        try:
+            self._room.refuse_to_begin(cycle)
+        except DiskFull as error:
+            self._wait_for_disk(error, cycle)
+            return None
+        if (self._status.stage, self._status.cycle) != ("waiting_disk", cycle):  # else once it gets on
+            self._show("preparing", cycle)
         prepare_cycle(self.line, cycle, encoder, lambda share: self._progress(cycle, share), pool, self._downloading)
+        self._disk_full_since, self._disk_full_tries = None, 0
         return None
 
     def _next_cycle(self) -> int | None:
@@ -158,6 +177,7 @@ class Preparer:
         now = time.monotonic()  # files are opened while others are fetched: then it is the fetching that is shown
         if now >= self._shown_at + SHOW_EVERY_S and now >= self._fetching_at + 2 * SHOW_EVERY_S:
             self._show("preparing", cycle, share)
+        self._room.refuse_to_go_on(cycle)
         if self._stop():
             raise _StoppedError
 
@@ -169,11 +189,14 @@ class Preparer:
             del figures["trouble"]
             share = self._status.progress if self._status.stage in ("preparing", "downloading") else 0.0
             self._show("downloading", self._status.cycle, share, progress.trouble, figures)
+        self._room.refuse_to_go_on(self._status.cycle)
         if self._stop():
             raise _StoppedError
 
-    def _wait_for_disk(self, error: DiskFull) -> None:
-        self._show("waiting_disk", self._status.cycle, 0.0, str(error))
+    def _wait_for_disk(self, error: DiskFull, cycle: int) -> None:
+        self._disk_full_since = self._disk_full_since or time.time()
+        self._disk_full_tries += 1  # a sign of life
+        self._show("waiting_disk", cycle, 0.0, str(error))
         deadline = time.monotonic() + DISK_RETRY_S
         while time.monotonic() < deadline and not self._stop():
             time.sleep(POLL_S)
@@ -193,9 +216,14 @@ class Preparer:
         error: str | None = None,
         download: dict[str, Any] | None = None,
     ) -> None:
+        if stage not in ("preparing", "downloading", "waiting_disk"):
+            self._disk_full_since, self._disk_full_tries = None, 0
+        full_since, tries = self._disk_full_since, self._disk_full_tries
         same = (stage, cycle) == (self._status.stage, self._status.cycle)
-        since = self._status.since if same else time.time()
-        status = PreparerStatus(os.getpid(), stage, cycle, progress, since, error, download)
+        since = full_since if stage == "waiting_disk" else self._status.since if same else None
+        status = PreparerStatus(
+            os.getpid(), stage, cycle, progress, since or time.time(), error, download, full_since, tries
+        )
         if status != self._status:
             self._status, self._shown_at = status, time.monotonic()
             with contextlib.suppress(DiskFull):  # what it does must not depend on telling it
@@ -260,14 +288,17 @@ def main() -> int:
     parser.add_argument("--until", type=int, default=None)
     arguments = parser.parse_args()
     write_whole_lines()
-    FollowedLog.of_output().follow()
+    FollowedLog.of_output().follow(rotates=arguments.ready_fd is not None)  # else it is run.log, the supervisor's
     told: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda n, _: told.append(n))
 
-    def stop() -> bool:
+    def parent_gone() -> bool:
         fd = arguments.parent_fd
-        return bool(told) or (fd is not None and bool(select.select([fd], [], [], 0)[0]))
+        return fd is not None and bool(select.select([fd], [], [], 0)[0])
+
+    def stop() -> bool:
+        return bool(told) or parent_gone()
 
     said: list[str] = []
 
@@ -296,6 +327,10 @@ def main() -> int:
         print(f"preparer: {error}", file=sys.stderr, flush=True)
         # Whatever else fails may be mended by itself, and is tried again; a source that is used up stays so.
         return int(ExitCode.NEEDS_OPERATOR if isinstance(error, Exhausted) else error.exit_code)
+    finally:
+        line = os.environ.get(LINE_VARIABLE)
+        if line is not None and parent_gone() and not trainer_lives(LinePaths(Path(line))):
+            tell_of_the_supervisors_death(LinePaths(Path(line)), "no trainer ran; its preparer ends")
 
 
 if __name__ == "__main__":

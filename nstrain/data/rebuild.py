@@ -19,15 +19,15 @@ from typing import Any
 
 from nstrain.base.disk import canonical_json, directory_by_rename, sha256_bytes
 from nstrain.base.errors import Exhausted, Refusal
-from nstrain.data.cycles import SourceJob, write_stream
-from nstrain.data.encode import ENCODING_VERSION, load_encoder
+from nstrain.data.cycles import SourceJob, Stream, write_stream
+from nstrain.data.encode import ENCODING_VERSION, Encoder, load_encoder
 from nstrain.data.line import DataLine
 from nstrain.data.manifest import files_taken, load_manifest, opening_of
 from nstrain.data.opened import OpenedFiles
 from nstrain.data.opener_pool import OpenerPool, default_workers
 from nstrain.data.order import ORDER_VERSION
 from nstrain.data.sources import PinnedFile, SourceSettings
-from nstrain.data.supply import DOWNLOADS, OnDownload, fetched_nothing, supplied
+from nstrain.data.supply import DOWNLOADS, OnDownload, SuppliedSource, fetched_nothing, supplied
 from nstrain.settings.model import validate
 
 
@@ -84,27 +84,18 @@ def rebuild_cycle(
     as pinned, or token files that do not come out with the manifest's hashes.
     """
     manifest = load_manifest(manifest_path)
-    for name, theirs, ours in (
-        ("ORDER_VERSION", manifest["order_version"], ORDER_VERSION),
-        ("ENCODING_VERSION", manifest["encoding_version"], ENCODING_VERSION),
-    ):
-        if theirs != ours:
-            raise Refusal(f"{manifest_path}: made with {name} {theirs}, this nstrain has {ours}")
-    encoder = load_encoder(tokenizer, manifest["eos_id"])
-    if encoder.sha256 != manifest["tokenizer_sha256"]:
-        raise Refusal(
-            f"{tokenizer}: has sha256 {encoder.sha256}, the cycle was made with {manifest['tokenizer_sha256']}"
-        )
+    _refuse_other_versions(manifest_path, manifest)
+    encoder = _encoder_of(manifest, tokenizer)
     with _naming(manifest_path):
         hub = {name for name in manifest["order"] if manifest["sources"][name]["settings"]["kind"] == "hub"}
     missing = [name for name in manifest["order"] if name not in places and name not in hub]
     if missing:
         raise Refusal(f"say where source {missing[0]} lies: --source {missing[0]}=DIRECTORY")
     cache, downloads = out.with_name(f".{out.name}.open"), out.with_name(f".{out.name}.{DOWNLOADS}")
-    written = 0
 
-    def tick() -> None:
-        progress(written / manifest["cycle_tokens"])
+    def told_from(first: int) -> Callable[[int], None]:
+        """Tells the progress of a source before which so many tokens were written."""
+        return lambda written: progress((first + written) / manifest["cycle_tokens"])
 
     try:
         with (
@@ -112,31 +103,17 @@ def rebuild_cycle(
             _naming(manifest_path),
             OpenerPool(encoder, default_workers() if workers is None else workers) as pool,
         ):
+            written = 0
             for name in manifest["order"]:
-                source = manifest["sources"][name]
-                place = (
+                source, tell = manifest["sources"][name], told_from(written)
+                here = (
                     {"mirrors": list(mirrors.get(name, ()))} if name in hub else {"path": str(places[name].resolve())}
                 )
-                settings = validate(SourceSettings, {**source["settings"], **place}, f"{manifest_path}: {name}")
-                ready, strata = supplied(settings, downloads, on_download), tuple(source["strata"])
-                table = ManifestFiles(strata, source)
-                files = OpenedFiles(cache / name, ready.settings, table, encoder, tick, pool, ready.supply)
-                files.prefetch(files_taken(source))
-                job = SourceJob(ready.settings, source["listing_sha256"], strata, files, opening_of(source))
-                done = written
-                stream = write_stream(
-                    job,
-                    manifest,
-                    directory,
-                    lambda n, done=done: progress((done + n) / manifest["cycle_tokens"]),  # type: ignore[misc]
-                )
-                record = json.loads(canonical_json(stream.record))
-                if record != source:
-                    wrong = next(key for key in source if record.get(key) != source[key])
-                    raise Refusal(
-                        f"{manifest_path}: source {name} comes out with other {wrong} than the manifest says; the "
-                        "manifest or this nstrain is not what made the cycle"
-                    )
+                settings = validate(SourceSettings, {**source["settings"], **here}, f"{manifest_path}: {name}")
+                ready = supplied(settings, downloads, on_download)
+                job = _job(source, ready, cache / name, encoder, pool, functools.partial(tell, 0))
+                stream = write_stream(job, manifest, directory, tell)
+                _refuse_other_stream(manifest_path, source, stream, name)
                 written += source["targets"]
             sha256 = sha256_bytes(manifest_path.read_bytes())
             (directory / "READY").write_bytes(canonical_json({"manifest_sha256": sha256}))
@@ -147,6 +124,52 @@ def rebuild_cycle(
     for of_this_try in (cache, downloads):
         shutil.rmtree(of_this_try, ignore_errors=True)
     return sha256
+
+
+def _refuse_other_versions(manifest_path: Path, manifest: Mapping[str, Any]) -> None:
+    """Refuse a manifest of code that draws or encodes in another way."""
+    for name, theirs, ours in (
+        ("ORDER_VERSION", manifest["order_version"], ORDER_VERSION),
+        ("ENCODING_VERSION", manifest["encoding_version"], ENCODING_VERSION),
+    ):
+        if theirs != ours:
+            raise Refusal(f"{manifest_path}: made with {name} {theirs}, this nstrain has {ours}")
+
+
+def _encoder_of(manifest: Mapping[str, Any], tokenizer: Path) -> Encoder:
+    """The encoder that made the cycle. Raises `Refusal` for another tokenizer."""
+    encoder = load_encoder(tokenizer, manifest["eos_id"])
+    if encoder.sha256 != manifest["tokenizer_sha256"]:
+        raise Refusal(
+            f"{tokenizer}: has sha256 {encoder.sha256}, the cycle was made with {manifest['tokenizer_sha256']}"
+        )
+    return encoder
+
+
+def _job(
+    source: dict[str, Any],
+    ready: SuppliedSource,
+    cache: Path,
+    encoder: Encoder,
+    pool: OpenerPool,
+    on_open: Callable[[], None],
+) -> SourceJob:
+    """What a source's stream is drawn from, by its part of the manifest; the files that it takes are on their way."""
+    strata = tuple(source["strata"])
+    files = OpenedFiles(cache, ready.settings, ManifestFiles(strata, source), encoder, on_open, pool, ready.supply)
+    files.prefetch(files_taken(source))
+    return SourceJob(ready.settings, source["listing_sha256"], strata, files, opening_of(source))
+
+
+def _refuse_other_stream(manifest_path: Path, source: dict[str, Any], stream: Stream, name: str) -> None:
+    """Refuse a stream of which the manifest says something else."""
+    record = json.loads(canonical_json(stream.record))
+    if record != source:
+        wrong = next(key for key in source if record.get(key) != source[key])
+        raise Refusal(
+            f"{manifest_path}: source {name} comes out with other {wrong} than the manifest says; the "
+            "manifest or this nstrain is not what made the cycle"
+        )
 
 
 def rebuild_in_line(

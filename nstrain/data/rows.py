@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from io import FileIO
 from typing import Any
 
 import numpy as np
@@ -45,12 +46,17 @@ class CycleRows:
     order: RowOrder
     streams: tuple[npt.NDArray[Any], ...]
     """Each of the cycle's sources' memory-mapped tokens: its targets plus one."""
+    files: tuple[FileIO, ...]
+    """The files that they are mapped from."""
     source_ids: npt.NDArray[np.int64]
     """The cycle's sources as indices into the line's."""
 
     @classmethod
     def open(cls, line: DataLine, cycle: int, row_tokens: int) -> CycleRows:
-        """Open a cycle that is READY. Raises `Refusal` if it is not, or if it is not what its manifest describes."""
+        """Open a cycle that is READY. Raises `Refusal` if it is not, or if it is not what its manifest describes.
+
+        Of the token files that is their size; `TokenCheck` reads them.
+        """
         directory = line.cycle_directory(cycle)
         if not line.is_ready(cycle):
             state = "its tokens were deleted" if line.manifest_path(cycle).exists() else "it has not been prepared"
@@ -58,7 +64,7 @@ class CycleRows:
         sha256 = str(read_json(directory / "READY")["manifest_sha256"])
         manifest = load_manifest(line.manifest_path(cycle), sha256)
         refuse_edited_past(line, manifest)
-        streams = []
+        streams, files = [], []
         for name in manifest["order"]:
             path, expected = directory / f"{name}.bin", manifest["sources"][name]["files"]["bin"]["bytes"]
             found = path.stat().st_size if path.exists() else None
@@ -67,9 +73,11 @@ class CycleRows:
                     f"{path}: expected {expected:,} bytes, found {found if found is not None else 'no file'}; remove "
                     f"{directory} and let the preparer make it again"
                 )
-            streams.append(np.memmap(path, np.dtype(manifest["token_dtype"]), "r"))
+            files.append(FileIO(path))
+            streams.append(np.memmap(files[-1], np.dtype(manifest["token_dtype"]), "r"))
         ids = np.array([line.source_names.index(name) for name in manifest["order"]], np.int64)
-        return cls(line, cycle, manifest, sha256, row_order(manifest, row_tokens), tuple(streams), ids)
+        order = row_order(manifest, row_tokens)
+        return cls(line, cycle, manifest, sha256, order, tuple(streams), tuple(files), ids)
 
     @property
     def rows(self) -> int:

@@ -14,7 +14,7 @@ import pydantic
 from nstrain.base.errors import Refusal
 from nstrain.base.units import Tokens
 from nstrain.data.order import reduced_shares
-from nstrain.settings.model import Settings
+from nstrain.settings.model import Positive, Settings, Whole
 
 MAX_CYCLE_TOKENS = 30 << 30
 """A drawing multiplies a source's tokens of a cycle by shares of 2^28, exactly, in 64 bits."""
@@ -23,13 +23,13 @@ MAX_CYCLE_TOKENS = 30 << 30
 class Piece(Settings):
     """Cycles of one size and one recipe."""
 
-    cycles: int | None = pydantic.Field(gt=0)
+    cycles: Positive | None
     """How many; null in the last piece alone: until the sources are used up."""
-    cycle_tokens: int = pydantic.Field(gt=0, le=MAX_CYCLE_TOKENS)
+    cycle_tokens: Positive = pydantic.Field(le=MAX_CYCLE_TOKENS)
     """Target tokens of a cycle, already rounded to whole segments."""
-    segment_units: int = pydantic.Field(gt=0)
+    segment_units: Positive
     """m: a segment holds share * m units of each source."""
-    recipe: dict[str, int]
+    recipe: dict[str, Whole]
     """Share of each source, as whole numbers in the line's order of sources; only their proportions matter."""
 
     @pydantic.model_validator(mode="after")

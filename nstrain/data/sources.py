@@ -24,7 +24,7 @@ from nstrain.base.disk import canonical_json, sha256_bytes, sha256_file
 from nstrain.base.errors import Refusal
 from nstrain.data.globs import matcher
 from nstrain.data.order import derive_key
-from nstrain.settings.model import Settings
+from nstrain.settings.model import Natural, Settings
 
 if TYPE_CHECKING:
     from nstrain.data.readers import ReaderSettings
@@ -34,7 +34,7 @@ class DirectoryStrata(Settings):
     """Strata by directory: the first `depth` directories of a file's path ('.' for a file above them)."""
 
     by: Literal["directory"] = "directory"
-    depth: int = pydantic.Field(default=1, ge=0)
+    depth: Natural = 1
     """Directories that make a stratum's name; 0 makes the whole source one stratum."""
 
 

@@ -219,7 +219,10 @@ class ValidationRows:
             path = line.work / "val" / f"{name}.bin"
             data = path.read_bytes() if path.exists() else b""
             if sha256_bytes(data) != entry["sha256"]:
-                raise Refusal(f"{path} is damaged; remove {path.parent} and run `nstrain data val` again")
+                raise Refusal(
+                    f"{path} is damaged; remove {path.parent} and run `nstrain data val` again, with the same "
+                    "--tokens-per-source if it was given one"
+                )
             stream = np.frombuffer(data, line.token_dtype).astype(np.int64)
             rows += _cut(name, entry["groups"], stream, row_tokens, rows_per_source)
         return cls(row_tokens, tuple(rows))
@@ -230,7 +233,10 @@ def load_index(line: DataLine) -> dict[str, Any]:
     path = line.work / "val" / "index.json"
     if not path.exists():
         raise Refusal(f"{line.work}: has no held-out rows yet; run `nstrain data val --work {line.work}`")
-    again = "restore it, or remove val/ and run `nstrain data val` again: it gathers the same"
+    again = (
+        "restore it, or remove val/ and run `nstrain data val` again, which gathers the same if it is given the same "
+        "--tokens-per-source"
+    )
     index: Any = read_json(path)
     if not isinstance(index, dict) or (index.get("format"), index.get("line")) != (VALIDATION_FORMAT, line.id):
         raise Refusal(f"{path}: not the held-out index of this line in format {VALIDATION_FORMAT}; {again}")
@@ -240,6 +246,14 @@ def load_index(line: DataLine) -> dict[str, Any]:
             f"damaged, and validation rows and weights are fixed for the line's life; {again}"
         )
     return index
+
+
+def held_out_digest(line: DataLine) -> str:
+    """The hash of the line's held-out index, and so of its text: a training line's readings are of one for life.
+
+    Raises `Refusal` like `load_index`.
+    """
+    return str(load_index(line)["sha256"])
 
 
 def _cut(

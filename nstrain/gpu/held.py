@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nstrain.base.disk import FileLock
-from nstrain.base.errors import GpuTaken, Refusal
+from nstrain.base.errors import GpuTaken, NstrainError, Refusal
 from nstrain.gpu.lease import gpu_lease, lease_key
 from nstrain.gpu.readings import (
     CONTEXT_BYTES,
@@ -64,8 +64,12 @@ class HeldGpu:
         """
         gpu = visible_gpu(_read_at_start(source))
         lease = gpu_lease(gpu.uuid, source.leases)
-        if not lease.try_acquire():
-            raise GpuTaken(f"{gpu.uuid} is held by process {lease.holder()}")
+        try:
+            lease.acquire(
+                gpu.uuid
+            )  # not tried once alone: a line that waits looks at it, which holds it for an instant
+        except NstrainError:
+            raise GpuTaken(f"{gpu.uuid} is held by process {lease.holder()}") from None
         others = [process for process in gpu.processes if not is_ours(process.pid, line)]
         if others:
             lease.release()

@@ -25,7 +25,7 @@ class ListedCheckpoint:
     latest: bool
     """Whether the line goes on from it."""
     set_aside: bool
-    """Whether a rollback has taken it out of the line; it goes once the line is beyond it."""
+    """Whether a rollback has taken it out of the line; it goes once the line is as far again."""
     kept: bool | None
     """Whether it stays for ever; None if its state.json cannot be read."""
     reason: str | None

@@ -4,7 +4,7 @@ After a commit there stay: the checkpoint that `latest` names; kept ones (a line
 its end: the points that a branch or a later stage goes on from); the newest `keep_last` others. What has a higher
 number than `latest` belongs to an abandoned continuation and goes. A directory whose state cannot be read is not as
 this code wrote it: it takes no other's place, and stays until a person has looked at it. What a rollback has set aside
-goes once the line has committed a checkpoint beyond all of it.
+goes once the line has come as far as all of it again, or to its end.
 """
 
 from __future__ import annotations
@@ -132,10 +132,14 @@ def find_set_aside(paths: LinePaths) -> dict[str, int]:
     return {name: update for name, update in updates.items() if update is not None}
 
 
-def remove_set_aside(paths: LinePaths, committed: int) -> list[str]:
-    """Remove what rollbacks have set aside, if the line has committed a checkpoint beyond all of it."""
+def remove_set_aside(paths: LinePaths, committed: int | None) -> list[str]:
+    """Remove what rollbacks have set aside, if the line has committed a checkpoint as far as all of it.
+
+    `committed` is that checkpoint's update; None removes it in any case: the line is at its end (by other batches it
+    may have come there in fewer updates), or a person has asked for it. Only for the holder of the trainer's lock.
+    """
     found = find_set_aside(paths)
-    if any(committed <= update for update in found.values()):
+    if committed is not None and any(committed < update for update in found.values()):
         return []
     for name in found:
         shutil.rmtree(paths.set_aside / name)

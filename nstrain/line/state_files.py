@@ -19,8 +19,8 @@ from nstrain.base.errors import Refusal
 from nstrain.base.process import ProcessId, alive
 from nstrain.line.paths import LinePaths
 
-Stage = Literal["starting", "training", "validating", "saving", "waiting_data", "stopping", "done"]
-"""What a trainer can be doing."""
+Stage = Literal["starting", "capturing", "training", "validating", "saving", "waiting_data", "stopping", "done"]
+"""What a trainer can be doing. capturing: its first update of a row length, with all that is compiled for that."""
 
 Outcome = Literal["done", "stopped", "failed"]
 """How a line's supervision can end."""

@@ -1,8 +1,10 @@
 """`nstrain branch`: a line that goes on from a trunk's cycle end by itself - to decay its rate, to learn long rows.
 
-It takes over weights, moments, their average, counters, rate and batch as they are at the fork, and the trunk's record
-up to there (generation 0 of its own journal). From there on it has its own data line, forked from the trunk's after the
-same cycle, and its own schedule. Neither disturbs the other, and neither reads the other's directory again.
+It takes over weights, moments, their average and counters as they are at the fork, every setting that a line keeps for
+life as the trunk was trained with it there, and the trunk's record up to there (generation 0 of its own journal). What
+may be edited freely (shapes, times of saving and validating, guards) is as in the trunk's run.json of now. From the
+fork on it has its own data line, forked from the trunk's after the same cycle, and its own schedule. Neither disturbs
+the other, and neither reads the other's directory again.
 
 Order of the writes: the data line (whole or absent), then the branch's directory (whole or absent; it appears after
 its entry in the parent's branches.json), then its entry among the consumers of its data line (which `nstrain run`
@@ -18,23 +20,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nstrain.base.disk import directory_by_rename
+from nstrain.base.disk import directory_by_rename, refuse_existing
 from nstrain.base.errors import Refusal
 from nstrain.data.branch import fork_line, forked_recipe, planned_fork
 from nstrain.data.line import DataLine
 from nstrain.data.order import refuse_row_length
-from nstrain.data.val import ValidationRows, collect_held_out
+from nstrain.data.val import ValidationRows, collect_held_out, held_out_digest
 from nstrain.line.branches import add_branch, new_branch
 from nstrain.line.checkpoint import read_latest, read_state
 from nstrain.line.fork import fork_checkpoint
 from nstrain.line.paths import LinePaths
 from nstrain.ops.branch_plan import AskedStage, Stage, StageOptions, branch_settings, place_stages, stage_cycles
+from nstrain.ops.branch_trunk import changed_since_fork, settings_at_fork
 from nstrain.ops.consumer import enter_consumer
+from nstrain.ops.schedule_notes import schedule_notes
 from nstrain.record.journal import FIRST_GENERATION, Journal
 from nstrain.record.local_disk import refuse_network_file_system
 from nstrain.settings.changes import Changes
 from nstrain.settings.model import dump, validate
-from nstrain.settings.run import METRICS_VERSION, RunSettings, load_run, save_run
+from nstrain.settings.run import HELD_OUT, METRICS_VERSION, RunSettings, load_run, save_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +52,10 @@ class Branched:
     """The parent's update at the fork."""
     made_data: bool
     """Whether its data line was made too, or was there already."""
+    changed_since: tuple[str, ...]
+    """What the parent's run.json says otherwise by now, which the branch does not take over; for people."""
+    notes: tuple[str, ...]
+    """What is allowed but hardly meant (`schedule_notes`)."""
 
 
 def make_branch(
@@ -73,14 +81,14 @@ def make_branch(
     checkpoint has no room.
     """
     options = options or StageOptions()
-    if run.exists() and (not run.is_dir() or any(run.iterdir())):
-        raise Refusal(f"{run}: exists already; name a new directory, or remove this one first")
+    refuse_existing(run)
     paths = LinePaths(parent_run.resolve())
-    parent = load_run(paths.run_json)
-    if parent.metrics != METRICS_VERSION:
-        raise Refusal(f"{paths.run_json}: records metrics version {parent.metrics}, this nstrain {METRICS_VERSION}")
+    now = load_run(paths.run_json)
+    if now.metrics != METRICS_VERSION:
+        raise Refusal(f"{paths.run_json}: records metrics version {now.metrics}, this nstrain {METRICS_VERSION}")
     refuse_network_file_system(LinePaths(run).journal)
     state = _state_at_cycle_end(paths, at_cycle)
+    parent = settings_at_fork(state, now, str(paths.checkpoint(state["update"])))
     trunk = DataLine.open(Path(parent.data.work))
     row_tokens = options.long_row_tokens or _longest_row(parent, trunk.unit_tokens)
     unit_tokens = _unit(trunk, [row_tokens] if any(stage.kind == "long" for stage in asked) else [])
@@ -96,8 +104,16 @@ def make_branch(
         collect_held_out(data, progress=on_held_out)
     for piece in settings.rows:
         ValidationRows.open(data, piece.row_tokens, settings.validation.rows_per_source)
-    _write(run, paths, settings, state, plan)
-    return Branched(settings, stages, data, state["update"], made_data)
+    _write(run, paths, settings, state, plan, held_out_digest(data))
+    return Branched(
+        settings=settings,
+        stages=stages,
+        data=data,
+        update=state["update"],
+        made_data=made_data,
+        changed_since=changed_since_fork(parent, now, state["tokens"]),
+        notes=schedule_notes(settings, data.schedule),
+    )
 
 
 def _state_at_cycle_end(paths: LinePaths, cycle: int) -> dict[str, Any]:
@@ -204,7 +220,9 @@ def _refuse_unfit(settings: RunSettings, data: DataLine, row_tokens: int, stages
             )
 
 
-def _write(run: Path, parent: LinePaths, settings: RunSettings, state: dict[str, Any], plan: str) -> None:
+def _write(
+    run: Path, parent: LinePaths, settings: RunSettings, state: dict[str, Any], plan: str, held_out: str
+) -> None:
     """The branch's directory, whole or absent, with its checkpoint and its parent's record."""
     assert settings.branch is not None
     changes = {
@@ -222,6 +240,7 @@ def _write(run: Path, parent: LinePaths, settings: RunSettings, state: dict[str,
         "kept": True,
         "settings": dump(settings),
         "changes": Changes().to_json(),
+        HELD_OUT: held_out,
     }
     with directory_by_rename(run) as directory:
         paths = LinePaths(directory)

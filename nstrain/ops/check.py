@@ -2,12 +2,14 @@
 
 A check either says what it found or raises the `Refusal` that a start would raise. One that stands on another which
 failed is not carried out and says so. The quick ones read no large file and load no torch; the supervisor runs them
-before each launch (the trainer repeats the others in its own way).
+once, before it goes to the background. What is changed later is refused by the trainer, which looks at all of this in
+its own way at each launch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,15 +20,20 @@ from nstrain.base.host_memory import available_host_bytes
 from nstrain.base.units import human_bytes, human_count
 from nstrain.data.line import DataLine
 from nstrain.data.order import refuse_row_length
+from nstrain.data.room import bytes_to_open, disk_room
 from nstrain.data.sources import PinnedFile, resolve_inside
-from nstrain.data.val import load_index
+from nstrain.data.val import held_out_digest, load_index
+from nstrain.gpu.readings import gpu_of, read_gpus, visible_gpu
 from nstrain.line.checkpoint import TENSOR_FILES, newest_good, read_latest, read_state, refuse_lost_checkpoints
 from nstrain.line.listing import forecast_of, list_checkpoints
 from nstrain.line.paths import LinePaths
 from nstrain.ops.consumer import refuse_shared_entry
+from nstrain.ops.schedule_notes import schedule_notes
 from nstrain.record.journal import Journal
 from nstrain.record.local_disk import refuse_network_file_system
 from nstrain.settings.changes import Changes, settle_changes
+from nstrain.settings.host import load_host
+from nstrain.settings.host_file import host_file
 from nstrain.settings.run import METRICS_VERSION, RunSettings, load_run
 from nstrain.train.schedule import learning_rate
 
@@ -38,7 +45,8 @@ class Finding:
     name: str
     """What was looked at."""
     ok: bool | None
-    """Whether it is in order; None if it was not looked at, because a check that it stands on failed."""
+    """Whether it is in order; None if it was not looked at, because a check that it stands on failed, or because only
+    the machine that trains the line can tell."""
     message: str
     """What was found; of a failure also what was expected and how to mend it."""
 
@@ -52,13 +60,14 @@ def check_line(
 ) -> list[Finding]:
     """Run the start checks of a line, in order; nothing is written.
 
-    `quick` leaves out those that read large files or load torch. `deep` hashes every file of the sources instead of
+    `quick` are the checks of a start: those that read large files or load torch are left out, and what cannot be told
+    here is a failure, since it is here that the line is to train. `deep` hashes every file of the sources instead of
     comparing sizes; `on_file(source, bytes)` is called for each. Raises `Refusal` only if `run` is not a line at all.
     """
     paths = LinePaths(run.resolve())
     if not paths.run_json.exists():
         raise Refusal(f"{run} is not a training line (no run.json); make one with `nstrain new`")
-    checks = _Checks(paths, deep, on_file)
+    checks = _Checks(paths, quick, deep, on_file)
     findings: dict[str, Finding] = {}
     for check in CHECKS:
         if quick and not check.quick:
@@ -70,6 +79,8 @@ def check_line(
             continue
         try:
             findings[check.name] = Finding(check.name, True, check.function(checks))
+        except _CannotTellError as error:
+            findings[check.name] = Finding(check.name, None, str(error))
         except (NstrainError, OSError) as error:
             findings[check.name] = Finding(check.name, False, str(error))
     return list(findings.values())
@@ -82,11 +93,16 @@ def refuse_failed(findings: list[Finding]) -> None:
         raise Refusal("\n".join(failures))
 
 
+class _CannotTellError(Exception):
+    """What is to be looked at is not on this machine, which need not be the one that trains the line."""
+
+
 class _Checks:
     """The checks of one line; each leaves what those that stand on it need."""
 
-    def __init__(self, paths: LinePaths, deep: bool, on_file: Callable[[str, int], None]) -> None:
-        self.paths, self.deep, self.on_file = paths, deep, on_file
+    def __init__(self, paths: LinePaths, starts: bool, deep: bool, on_file: Callable[[str, int], None]) -> None:
+        """`starts`: the line is to train on this very machine."""
+        self.paths, self.starts, self.deep, self.on_file = paths, starts, deep, on_file
         self.settings: RunSettings
         self.line: DataLine
         self.newest: Path | None = None
@@ -106,16 +122,28 @@ class _Checks:
         if latest is None:
             return "no checkpoint yet: every field may still be edited"
         state = read_state(self.paths.checkpoint(latest))
-        where = str(self.paths.run_json)
+        where, branch = str(self.paths.run_json), self.settings.branch
         if state["id"] != self.settings.id:
             raise Refusal(
                 f"{self.paths.checkpoint(latest)}: belongs to line {state['id']!r}, run.json is of "
                 f"{self.settings.id!r}; put the line's own checkpoints back"
             )
-        before, changes = Changes.from_state(state), settle_changes(state, self.settings, where)
-        meant = [change.describe() for change in changes.applied[len(before.applied) :]]
-        trained = f"as trained up to update {latest}"
-        return f"{trained}, but changed on purpose: {'; '.join(meant)}" if meant else trained
+        changes = settle_changes(state, self.settings, where, self._held_out())
+        meant = [change.describe() for change in changes.applied[len(Changes.from_state(state).applied) :]]
+        found = f"as trained up to update {latest}"
+        if branch is not None and latest == branch.update:
+            found = (
+                f"as branched at update {latest}: it has no update of its own yet, but begins with a checkpoint, so "
+                "that fields kept for life change with allow_changes alone"
+            )
+        return f"{found}, but changed on purpose: {'; '.join(meant)}" if meant else found
+
+    def _held_out(self) -> str | None:
+        """The held-out index's hash; None if it cannot be read, which has a check of its own."""
+        try:
+            return held_out_digest(DataLine.open(Path(self.settings.data.work)))
+        except (NstrainError, OSError):
+            return None
 
     def data_line(self) -> str:
         self.line = line = DataLine.open(Path(self.settings.data.work))
@@ -135,6 +163,11 @@ class _Checks:
         return "rows of " + ", ".join(
             f"{piece.row_tokens:,} tokens from cycle {piece.from_cycle}" for piece in self.settings.rows
         )
+
+    def updates(self) -> str:
+        sizes = [f"{piece.tokens:,} from {human_count(piece.from_tokens)} on" for piece in self.settings.batch_pieces]
+        text = f"of {', '.join(sizes) if len(sizes) > 1 else format(self.settings.batch_pieces[0].tokens, ',')} tokens"
+        return "; NOTE: ".join([text, *schedule_notes(self.settings, self.line.schedule)])
 
     def consumer(self) -> str:
         entry = refuse_shared_entry(self.paths, self.settings)
@@ -188,6 +221,30 @@ class _Checks:
             f"; an average of the weights over {human_count(average.horizon_tokens)} tokens from "
             f"{human_count(average.from_tokens)} on"
         )
+
+    def gpu_reader(self) -> str:
+        """Whether other processes on the line's GPU can be seen, without which it never counts as free."""
+        source = gpu_of(self.settings)
+        if source is None:
+            return "not needed by a line on the CPU"
+        try:
+            gpu = visible_gpu(read_gpus(source.reader))
+        except NstrainError as error:
+            if self.starts:
+                raise
+            raise _CannotTellError(f"cannot be read here, and `nstrain run` refuses where it cannot: {error}") from None
+        return f"reads {gpu.name}, {gpu.uuid}"
+
+    def notify(self) -> str:
+        program = load_host().notify
+        if program is None:
+            return "no program (host.json's `notify`): nobody is told when the line ends or waits"
+        if shutil.which(os.path.expanduser(program)) is None:
+            raise Refusal(
+                f"{host_file()}: field 'notify': expected a program that this user may run, found {program!r}; nobody "
+                "would be told of anything (docs/reference/notices.md)"
+            )
+        return program
 
     def tokenizer(self) -> str:
         encoder = self.line.encoder()
@@ -249,7 +306,7 @@ class _Checks:
         if self.newest is None:
             return "nothing to resume yet"
         state = read_state(self.newest)
-        refuse_other_line(state, self.settings, str(self.newest))
+        refuse_other_line(state, self.settings, str(self.newest), self._held_out())
         refuse_other_manifest(LineState.from_json(state), self.line)
         changes = changed_libraries(state)
         if changes:
@@ -311,7 +368,8 @@ def _refuse_small_disk(paths: LinePaths, settings: RunSettings, line: DataLine, 
     """Compare what the line takes next with what is free; say what it will take by the schedule's end.
 
     Checkpoints: those up to the next one that is kept (`disk_forecast`). Data: the cycle in use, those ahead and the
-    one being made.
+    one being made, and the files that are opened for the next one; beside them the preparer leaves room for
+    checkpoints, also of other lines on the data line.
     """
     usage = shutil.disk_usage(paths.root)
     one = _states(settings) * 4 * parameters
@@ -320,15 +378,18 @@ def _refuse_small_disk(paths: LinePaths, settings: RunSettings, line: DataLine, 
     done = next((item.cycle - 1 for item in checkpoints if item.latest and item.cycle), 0)
     left = settings.data.ahead_cycles + 2 if line.cycle_count is None else line.cycle_count - done
     cycles = range(done + 1, done + 1 + min(settings.data.ahead_cycles + 2, left))
-    data_bytes = sum(
-        line.cycle_plan(number).tokens * line.token_dtype.itemsize for number in cycles if not line.is_ready(number)
-    )
+    to_make = [number for number in cycles if not line.is_ready(number)]
+    data_bytes = sum(line.cycle_bytes(number) for number in to_make)
+    data_bytes += bytes_to_open(line, to_make[0]) if to_make else 0
+    others = {run: room for run, room in disk_room(line).for_checkpoints.items() if Path(run) != paths.root}
+    beside = f" and room for the next checkpoints of {', '.join(others)}" if others else ""
     needs = [
         (paths.root, forecast.next_bytes, f"checkpoints of {human_bytes(forecast.checkpoint_bytes)}"),
-        (line.work, data_bytes, f"{len(cycles)} data cycles"),
+        (line.work, data_bytes + sum(others.values()), f"{len(cycles)} data cycles with opened files{beside}"),
     ]
-    if paths.root.stat().st_dev == line.work.stat().st_dev:
-        needs = [(paths.root, forecast.next_bytes + data_bytes, f"{needs[0][2]} and {needs[1][2]}")]
+    one_disk = paths.root.stat().st_dev == line.work.stat().st_dev
+    if one_disk:
+        needs = [(paths.root, needs[0][1] + needs[1][1], f"{needs[0][2]} and {needs[1][2]}")]
     for place, needed_bytes, what in needs:
         free_bytes = shutil.disk_usage(place).free
         if free_bytes < needed_bytes:
@@ -347,7 +408,8 @@ def _refuse_small_disk(paths: LinePaths, settings: RunSettings, line: DataLine, 
             f"the schedule's end does NOT fit: its checkpoints take {human_bytes(forecast.end_bytes)}, "
             f"{forecast.cycles_that_fit:,} more cycles do (remove some with `nstrain checkpoints` on the way)"
         )
-    return f"{soon or 'no more soon'}; {human_bytes(usage.free)} free; {end}"
+    first = "; the preparer leaves the checkpoints their part" if one_disk and forecast.next_bytes else ""
+    return f"{soon or 'no more soon'}{first}; {human_bytes(usage.free)} free; {end}"
 
 
 def _states(settings: RunSettings) -> int:
@@ -368,10 +430,13 @@ CHECKS = (
     _Check("settings", _Checks.unchanged, True, ("run.json",)),
     _Check("data line", _Checks.data_line, True, ("run.json",)),
     _Check("row lengths", _Checks.row_lengths, True, ("data line",)),
+    _Check("updates", _Checks.updates, True, ("data line",)),
     _Check("consumer", _Checks.consumer, True, ("data line",)),
     _Check("held-out text", _Checks.held_out_index, True, ("data line",)),
     _Check("journal", _Checks.journal, True, ("run.json",)),
     _Check("learning rate", _Checks.rates, True, ("settings", "data line")),
+    _Check("gpu reader", _Checks.gpu_reader, True, ("run.json",)),
+    _Check("notify", _Checks.notify, True),
     _Check("tokenizer", _Checks.tokenizer, False, ("data line",)),
     _Check("held-out rows", _Checks.held_out_rows, False, ("held-out text", "row lengths")),
     _Check("sources", _Checks.sources, False, ("data line",)),

@@ -2,6 +2,7 @@
 
 A line removes its rolling checkpoints by itself and its kept ones never. They are the points that a branch or a
 rollback can begin from, one a data cycle, so a person decides which may go: by number, or all but every n-th cycle's.
+What a rollback has set aside goes by itself, but can be removed before the line is as far again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from nstrain.data.line import DataLine
 from nstrain.line.branches import read_branches
 from nstrain.line.listing import DiskForecast, ListedCheckpoint, forecast_of, list_checkpoints
 from nstrain.line.paths import LinePaths
-from nstrain.line.retention import remove_checkpoints
+from nstrain.line.retention import remove_checkpoints, remove_set_aside
 from nstrain.ops.rollback import at_rest
 from nstrain.settings.run import load_run
 
@@ -79,8 +80,9 @@ def remove(run: Path, updates: Iterable[int], forks: bool = False) -> Removed:
 def thin(run: Path, every: int, forks: bool = False) -> Removed:
     """Of the kept ends of data cycles leave every n-th cycle's, and remove the others.
 
-    What stays in any case: the line's start, changes of the row length, the end of the schedule, the checkpoint that
-    the line goes on from, rolling ones, and, unless `forks`, those that branches began with. The line must not run.
+    What stays in any case: the line's start, changes of the row length, the checkpoint that the line goes on from (of
+    one that is done, its end), rolling ones, and, unless `forks`, those that branches began with. Where a schedule
+    once ended that has grown since, a cycle ends like any other. The line must not run.
     """
     if every < 1:
         raise Refusal(f"--thin: expected a number from 1, found {every}")
@@ -90,12 +92,24 @@ def thin(run: Path, every: int, forks: bool = False) -> Removed:
         gone = [
             item
             for item in list_checkpoints(paths)
-            if item.reason == "cycle_end"
+            if item.reason in ("cycle_end", "end")
             and item.after_cycle is not None
             and item.after_cycle % every
             and not (item.latest or item.set_aside or item.update in branches)
         ]
         return _remove(paths, gone)
+
+
+def remove_aside(run: Path) -> Removed:
+    """Remove what rollbacks of a line have set aside; a directory under a name of a person's own stays.
+
+    The line must not run.
+    """
+    paths = _paths(run)
+    with at_rest(paths, "thinned"):
+        listed = {item.name: item for item in list_checkpoints(paths) if item.set_aside}
+        gone = remove_set_aside(paths, None)
+        return Removed(tuple(listed[name] for name in gone if name in listed))
 
 
 def _remove(paths: LinePaths, gone: list[ListedCheckpoint]) -> Removed:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from nstrain.base.disk import directory_by_rename
+from nstrain.base.disk import directory_by_rename, refuse_existing
 from nstrain.base.errors import DiskFull, NstrainError, Refusal
 from nstrain.data.line import DataLine
 from nstrain.data.order import refuse_row_length
@@ -94,54 +94,41 @@ def new_line(
     rows, lengths that do not fit each other, the unit or the model, a value out of range. Raises `DiskFull` or
     `NstrainError` if it cannot be written.
     """
-    if run.exists() and (not run.is_dir() or any(run.iterdir())):
-        raise Refusal(f"{run}: exists already; name a new directory, or remove this one first")
+    refuse_existing(run)
     line = DataLine.open(work.resolve())
     refuse_network_file_system(LinePaths(run).journal)
     config = _model_config(preset, line)
     row_tokens = _default_row_tokens(line, config) if row_tokens is None else row_tokens
     refuse_row_length(row_tokens, line.unit_tokens)
     planned_tokens = line.total_tokens or OPEN_ENDED_CYCLES * line.cycle_plan(1).tokens
-    if tokens_per_update is None:
-        tokens_per_update = _default_batch(planned_tokens, row_tokens)
-    ramp = _ramp(tokens_per_update, row_tokens)
-    first_batch, last_batch = (int(piece["tokens"] or 0) for piece in (ramp[0], ramp[-1]))
-    settings = validate(
-        RunSettings,
-        {
-            "format": RUN_FORMAT,
-            "id": _free_id(line, line_id),
-            "metrics": METRICS_VERSION,
-            "data": {"work": str(line.work), "ahead_cycles": ahead_cycles},
-            "model": {"preset": preset, "config": config},
-            "seed": seed,
-            "threads": len(os.sched_getaffinity(0)) if threads is None else threads,
-            "device": _default_device() if device is None else device,
-            "tokens_per_update": tokens_per_update if isinstance(tokens_per_update, int) else ramp,
-            "rows": [{"from_cycle": 1, "row_tokens": row_tokens}],
-            "lengths": {
-                str(row_tokens): {
-                    "micro_rows": _default_micro_rows(row_tokens, ramp) if micro_rows is None else micro_rows,
-                    "recompute": recompute,
-                }
-            },
-            "learning_rate": _rates(
-                peak_lr,
-                _default_warmup(planned_tokens, first_batch) if warmup_tokens is None else warmup_tokens,
-                _decay(line, decay_tokens, decay_shape, peak_lr, final_lr),
-            ),
-            "ema": _average(ema_horizon_tokens, ema_from_tokens),
-            "optimizer": {"clip_norm": 1.0, **(optimizer or {})},
-            "validation": {
-                "every_updates": max(1, min(1000, planned_tokens // last_batch // VALIDATIONS)),
-                "rows_per_source": 16,
-                **(validation or {}),
-            },
-            "checkpoints": dict(checkpoints or {}),
-            "print_every": print_every,
-        },
-        f"{run}: the new line's settings",
-    )
+    batch = _default_batch(planned_tokens, row_tokens) if tokens_per_update is None else tokens_per_update
+    ramp = _ramp(batch, row_tokens)
+    if micro_rows is None:
+        micro_rows = _default_micro_rows(row_tokens, ramp)
+    fields = {
+        "format": RUN_FORMAT,
+        "id": _free_id(line, line_id),
+        "metrics": METRICS_VERSION,
+        "data": {"work": str(line.work), "ahead_cycles": ahead_cycles},
+        "model": {"preset": preset, "config": config},
+        "seed": seed,
+        "threads": len(os.sched_getaffinity(0)) if threads is None else threads,
+        "device": _default_device() if device is None else device,
+        "tokens_per_update": batch if isinstance(batch, int) else ramp,
+        "rows": [{"from_cycle": 1, "row_tokens": row_tokens}],
+        "lengths": {str(row_tokens): {"micro_rows": micro_rows, "recompute": recompute}},
+        "learning_rate": _rates(
+            peak_lr,
+            _default_warmup(planned_tokens, ramp) if warmup_tokens is None else warmup_tokens,
+            _decay(line, decay_tokens, decay_shape, peak_lr, final_lr),
+        ),
+        "ema": _average(ema_horizon_tokens, ema_from_tokens),
+        "optimizer": {"clip_norm": 1.0, **(optimizer or {})},
+        "validation": {**_default_validation(planned_tokens, ramp), **(validation or {})},
+        "checkpoints": dict(checkpoints or {}),
+        "print_every": print_every,
+    }
+    settings = validate(RunSettings, fields, f"{run}: the new line's settings")
     _refuse_unfit(settings, line, row_tokens)
     _write(run, line, settings)
     return settings
@@ -197,10 +184,17 @@ def _default_micro_rows(row_tokens: int, ramp: Sequence[Mapping[str, int | None]
     return max(1, min(MICRO_BATCH_TOKENS // row_tokens, rows_of_update))
 
 
-def _default_warmup(planned_tokens: int, batch_tokens: int) -> int:
-    """2 % of the schedule in whole updates, at least one and at most 2000."""
+def _default_warmup(planned_tokens: int, ramp: Sequence[Mapping[str, int | None]]) -> int:
+    """2 % of the schedule in whole updates of the ramp's first batch, at least one and at most 2000."""
+    batch_tokens = ramp[0]["tokens"] or 0
     updates = round(WARMUP_SHARE * planned_tokens / batch_tokens)
     return max(1, min(WARMUP_UPDATES, updates)) * batch_tokens
+
+
+def _default_validation(planned_tokens: int, ramp: Sequence[Mapping[str, int | None]]) -> dict[str, int]:
+    """VALIDATIONS of them in the schedule, by the ramp's last batch, at most 1000 updates apart; 16 rows a source."""
+    updates = planned_tokens // (ramp[-1]["tokens"] or 0)
+    return {"every_updates": max(1, min(1000, updates // VALIDATIONS)), "rows_per_source": 16}
 
 
 def _default_device() -> str:

@@ -4,7 +4,7 @@ Four steps, each durable, in an order in which a kill between any two leaves a l
 again: the consumer's entry goes back (cycles that were deleted since are made again by the preparer, to the same
 bytes); `latest` names the earlier checkpoint; the later ones are set aside; the journal opens the next generation. A
 line killed before the last step trains on from the earlier checkpoint as after any restart, comparing each update with
-its row. What was set aside stays until the line has committed a checkpoint past all of it.
+its row. What was set aside stays until the line has committed a checkpoint as far as all of it, or at its end.
 """
 
 from __future__ import annotations

@@ -18,13 +18,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from nstrain.base.disk import read_json
-from nstrain.base.errors import NstrainError, Refusal
+from nstrain.base.disk import bytes_below, read_json
+from nstrain.base.errors import Refusal
 from nstrain.base.process import ran_at
-from nstrain.base.units import human_bytes
 from nstrain.line.branches import read_branches
 from nstrain.line.listing import ListedCheckpoint, forecast_of, list_checkpoints
 from nstrain.line.paths import LinePaths, parse_checkpoint_name
+from nstrain.line.room import room_for_checkpoints
 from nstrain.line.state_files import (
     Heartbeat,
     SupervisorState,
@@ -32,6 +32,14 @@ from nstrain.line.state_files import (
     read_stop,
     read_supervisor,
     stop_requested,
+)
+from nstrain.ops.status_data import (
+    PreparerNow,
+    Schedule,
+    read_plain,
+    read_preparer,
+    read_schedule,
+    ready_cycles,
 )
 from nstrain.ops.status_record import DEFAULT_LOSS_JUMP, Record, read_record
 
@@ -52,10 +60,18 @@ class DiskUse:
     journal_bytes: int
     logs_bytes: int
     """run.log and its older parts."""
+    tune_bytes: int
+    """What `nstrain tune` has measured, and its log."""
     cycles_bytes: int
     """Prepared cycles of its data line (other lines may use them too)."""
+    opened_bytes: int
+    """Opened files of the data line, as tokens: what the next cycles are drawn from."""
+    downloads_bytes: int
+    """Fetched files of hub sources that are not open yet."""
     free_bytes: int
     """Free on the file system of the line."""
+    reserved_bytes: int
+    """What of that the data line's preparer leaves for its next checkpoints; 0 if their disks are not the same."""
     end_bytes: int | None
     """What its checkpoints will take at most beyond now, up to the schedule's end; None: open-ended."""
 
@@ -159,61 +175,42 @@ class Status:
 def status(run: Path) -> Status:
     """Look at a line. Raises `Refusal` if `run` is not one or its files are damaged."""
     paths = LinePaths(run.resolve())
-    if not paths.run_json.exists():
-        raise Refusal(f"{run} is not a training line (no run.json); make one with `nstrain new`")
-    settings = read_json(paths.run_json)
-    try:
-        work = Path(settings["data"]["work"])
-        preset, every = str(settings["model"]["preset"]), int(settings["validation"]["every_updates"])
-        keep_last = int(settings["checkpoints"]["keep_last"])
-        loss_jump = float(settings.get("guards", {}).get("loss_jump", DEFAULT_LOSS_JUMP))
-        branch_of = (settings.get("branch") or {}).get("from")
-    except (KeyError, TypeError, ValueError) as error:
-        raise Refusal(f"{paths.run_json}: field {error} is missing or wrong; `nstrain check {run}` says more") from None
-    supervisor, beat = read_supervisor(paths), read_heartbeat(paths)
-    trainer_alive = _trainer_alive(supervisor, beat)
-    record = read_record(paths, every, loss_jump)
-    checkpoint = _latest(paths)
-    checkpoints = list_checkpoints(paths)
-    schedule = _read_schedule(work)
-    preparer = _read_preparer(work)
-    now = _Now(paths, supervisor, beat if trainer_alive else None, record, checkpoint, schedule, preparer)
+    settings = _read_settings(run, paths)
+    now = _look(paths, settings)
     state, reason = now.state_and_reason()
     waiting_for, waiting_since = now.waiting() if state == "waiting" else (None, None)
     update, tokens = now.position()
-    live = now.beat
-    last = record.last or {}
-    supervised = supervisor is not None and supervisor.running()
+    live, last, record = now.beat, now.record.last or {}, now.record
+    supervised = now.supervisor if now.supervisor is not None and now.supervisor.running() else None
+    own = [item for item in now.checkpoints if not item.set_aside]
     stop = read_stop(paths)
-    cycle = live.cycle if live and live.cycle is not None else _whole(last.get("cycle"))
-    ready = _ready_cycles(work)
-    ahead = None if schedule is None else schedule.ready_beyond(tokens, ready)
+    ahead = None if now.schedule is None else now.schedule.ready_beyond(tokens, now.cycles_ready)
     speed = record.tokens_per_s if live else None
     return Status(
         state=state,
         update=update,
         tokens=tokens,
-        tokens_total=schedule.total_tokens if schedule is not None else beat.tokens_total if beat else None,
+        tokens_total=now.tokens_total,
         loss=_finite(live.loss if live and live.loss is not None else last.get("train/loss")),
         tokens_per_s=live.tokens_per_s if live else None,
-        cycle=cycle,
-        checkpoint=checkpoint,
+        cycle=now.cycle(),
+        checkpoint=now.checkpoint,
         eta_s=live.eta_s if live else None,
         waiting_for=waiting_for,
         waiting_since=waiting_since,
         reason=reason,
         run=str(paths.root),
-        preset=preset,
+        preset=settings.preset,
         stage=live.stage if live else None,
         stopping=state in ("running", "waiting") and (stop_requested(paths) or bool(live and live.stage == "stopping")),
         learning_rate=_finite(live.learning_rate if live and live.learning_rate else last.get("train/learning_rate")),
-        cycle_progress=live.cycle_progress if live else None,
-        cycle_count=None if schedule is None else schedule.cycle_count,
-        cycles_ready=ready,
-        preparer=None if preparer is None else preparer.describe(),
-        checkpoints=tuple(item.name for item in checkpoints if not item.set_aside),
-        kept_checkpoints=sum(1 for item in checkpoints if not item.set_aside and item.kept is not False),
-        checkpoint_at=next((item.written_at for item in checkpoints if item.latest), None),
+        cycle_progress=live.cycle_progress if now.trains() and live else None,
+        cycle_count=now.cycle_count,
+        cycles_ready=now.cycles_ready,
+        preparer=None if now.preparer is None else now.preparer.describe(),
+        checkpoints=tuple(item.name for item in own),
+        kept_checkpoints=sum(1 for item in own if item.kept is not False),
+        checkpoint_at=next((item.written_at for item in own if item.latest), None),
         losses=record.losses,
         loss_trend=_finite(record.loss_trend),
         validation={name: _finite(value) for name, value in record.validation.items()},
@@ -222,20 +219,70 @@ def status(run: Path) -> Status:
         validated_before=record.validated_before,
         alarms=record.alarms,
         differences=record.differences,
-        pid=supervisor.supervisor.pid if supervised and supervisor else None,
-        trainer_pid=live.pid if live else supervisor.trainer_pid if supervised and supervisor else None,
-        preparer_pid=None if preparer is None else preparer.pid,
+        pid=supervised.supervisor.pid if supervised else None,
+        trainer_pid=live.pid if live else supervised.trainer_pid if supervised else None,
+        preparer_pid=None if now.preparer is None else now.preparer.pid,
         ahead_tokens=ahead,
         ahead_s=None if ahead is None or not speed else ahead / speed,
         stop_at_cycle_end=None if stop is None else stop.at_cycle_end,
         gpu_others=live.gpu_others if live else None,
         slow_saving=live.slow_saving if live else None,
-        failures=supervisor.failures if supervised and supervisor else 0,
-        last_failure=supervisor.last_failure if supervised and supervisor else None,
-        branch_of=branch_of,
+        failures=supervised.failures if supervised else 0,
+        last_failure=supervised.last_failure if supervised else None,
+        branch_of=settings.branch_of,
         branches=tuple(branch.run for branch in read_branches(paths)),
         generation=int(last.get("generation", 1)),
-        disk=_disk_use(paths, work, checkpoints, keep_last, schedule),
+        disk=_disk_use(paths, settings, now.checkpoints, now.cycle_count),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """What status needs of run.json."""
+
+    work: Path
+    """The data line's directory."""
+    preset: str
+    validate_every: int
+    """Updates between validations."""
+    keep_last: int
+    loss_jump: float
+    branch_of: str | None
+
+
+def _read_settings(run: Path, paths: LinePaths) -> _Settings:
+    if not paths.run_json.exists():
+        raise Refusal(f"{run} is not a training line (no run.json); make one with `nstrain new`")
+    settings = read_json(paths.run_json)
+    try:
+        return _Settings(
+            work=Path(settings["data"]["work"]),
+            preset=str(settings["model"]["preset"]),
+            validate_every=int(settings["validation"]["every_updates"]),
+            keep_last=int(settings["checkpoints"]["keep_last"]),
+            loss_jump=float(settings.get("guards", {}).get("loss_jump", DEFAULT_LOSS_JUMP)),
+            branch_of=(settings.get("branch") or {}).get("from"),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refusal(f"{paths.run_json}: field {error} is missing or wrong; `nstrain check {run}` says more") from None
+
+
+def _look(paths: LinePaths, settings: _Settings) -> _Now:
+    """Read the files that change."""
+    supervisor, beat = read_supervisor(paths), read_heartbeat(paths)
+    schedule = read_schedule(settings.work)
+    seen_total = None if beat is None else beat.tokens_total
+    return _Now(
+        paths=paths,
+        supervisor=supervisor,
+        beat=beat if _trainer_alive(supervisor, beat) else None,
+        record=read_record(paths, settings.validate_every, settings.loss_jump),
+        checkpoint=_latest(paths),
+        checkpoints=list_checkpoints(paths),
+        schedule=schedule,
+        tokens_total=seen_total if schedule is None else schedule.total_tokens,
+        preparer=read_preparer(settings.work),
+        cycles_ready=ready_cycles(settings.work),
     )
 
 
@@ -249,8 +296,19 @@ class _Now:
     """The heartbeat, if its writer lives."""
     record: Record
     checkpoint: str | None
-    schedule: _Schedule | None
-    preparer: _Preparer | None
+    """The name in checkpoints/latest."""
+    checkpoints: list[ListedCheckpoint]
+    schedule: Schedule | None
+    """The data line's; None if it cannot be read."""
+    tokens_total: int | None
+    """The position at the schedule's end, as the trainer said it if the schedule cannot be read."""
+    preparer: PreparerNow | None
+    cycles_ready: tuple[int, ...]
+
+    @property
+    def cycle_count(self) -> int | None:
+        """Cycles of the schedule; None: open-ended, or it cannot be read."""
+        return None if self.schedule is None else self.schedule.cycle_count
 
     def state_and_reason(self) -> tuple[State, str | None]:
         """The line's state, and how it came to it."""
@@ -263,6 +321,8 @@ class _Now:
         if state is None:
             if self.checkpoint is None and self.record.last is None:
                 return "new", "it has not been run yet"
+            if self.record.is_parents:
+                return "new", f"it has not been run yet; {self._goes_on()}"
             return "stopped", f"its trainer was run without a supervisor; {self._goes_on()}"
         if state.outcome is None:
             return "failed", (
@@ -270,7 +330,8 @@ class _Now:
                 f"machine went down; {self._goes_on()}"
             )
         if state.outcome == "done" and self.schedule is not None and not self.schedule.ends_at(self.position()[1]):
-            return "stopped", f"its data line has grown since it was done; {self._goes_on()}"
+            what = "it was rolled back" if self.record.rolled_back else "its data line has grown"
+            return "stopped", f"{what} since it was done; {self._goes_on()}"
         return state.outcome, state.reason
 
     def _goes_on(self) -> str:
@@ -297,10 +358,33 @@ class _Now:
         if self.beat is not None and self.beat.stage != "starting":
             return self.beat.update, self.beat.tokens
         if self.beat is not None and self.checkpoint is not None:
-            state = _read_plain(self.paths.checkpoints / self.checkpoint / "state.json") or {}
+            state = self._state()
             return int(state.get("update", 0)), int(state.get("tokens", 0))
         last = self.record.last or {}
         return int(last.get("update", 0)), int(last.get("tokens", 0))
+
+    def trains(self) -> bool:
+        """Whether its trainer lives and has trained: before its first update the heartbeat has an earlier one's."""
+        return self.beat is not None and self.beat.stage != "starting" and self.beat.cycle is not None
+
+    def cycle(self) -> int | None:
+        """The data cycle in use, or the last one that was.
+
+        A trainer that has not trained yet stands at its checkpoint, and so does a branch: its record's rows, up to the
+        first of its own, are of its parent's cycles.
+        """
+        if self.trains() and self.beat is not None:
+            return self.beat.cycle
+        runs = self.beat is not None or (self.supervisor is not None and self.supervisor.running())
+        if (runs or self.record.is_parents) and (cycle := (self._state().get("position") or {}).get("cycle")):
+            return int(cycle) if self.cycle_count is None else min(int(cycle), self.cycle_count)
+        return _whole((self.record.last or {}).get("cycle"))
+
+    def _state(self) -> dict[str, Any]:
+        """state.json of the checkpoint that the line goes on from; empty if there is none."""
+        if self.checkpoint is None:
+            return {}
+        return read_plain(self.paths.checkpoints / self.checkpoint / "state.json") or {}
 
 
 def _trainer_alive(supervisor: SupervisorState | None, beat: Heartbeat | None) -> bool:
@@ -310,101 +394,6 @@ def _trainer_alive(supervisor: SupervisorState | None, beat: Heartbeat | None) -
     if supervisor is None or not supervisor.running():
         return True
     return beat.pid == supervisor.trainer_pid
-
-
-@dataclasses.dataclass(frozen=True)
-class _Schedule:
-    """The cycles of a data line."""
-
-    first_token: int
-    """The position at which cycle 1 begins: of a branch the fork's."""
-    pieces: tuple[tuple[int | None, int], ...]
-    """Cycles and tokens of a cycle, piece by piece; the last may have no end (None)."""
-
-    @property
-    def cycle_count(self) -> int | None:
-        return None if self.pieces[-1][0] is None else sum(cycles or 0 for cycles, _ in self.pieces)
-
-    @property
-    def total_tokens(self) -> int | None:
-        if self.pieces[-1][0] is None:
-            return None
-        return self.first_token + sum((cycles or 0) * tokens for cycles, tokens in self.pieces)
-
-    def ends_at(self, tokens: int) -> bool:
-        """Whether the schedule, as it is now, ends at this position."""
-        return self.total_tokens is not None and tokens >= self.total_tokens
-
-    def ready_beyond(self, position: int, ready: tuple[int, ...]) -> int:
-        """Tokens of these cycles that lie beyond a position."""
-        return sum(max(0, end - max(position, first)) for first, end in map(self._extent, ready))
-
-    def _extent(self, cycle: int) -> tuple[int, int]:
-        first = self.first_token
-        for cycles, tokens in self.pieces:
-            if cycles is None or cycle <= cycles:
-                return first + (cycle - 1) * tokens, first + cycle * tokens
-            first, cycle = first + cycles * tokens, cycle - cycles
-        return first, first
-
-
-def _read_schedule(work: Path) -> _Schedule | None:
-    """A data line's schedule; None if it cannot be read."""
-    line = _read_plain(work / "line.json")
-    try:
-        pieces = tuple((piece["cycles"], int(piece["cycle_tokens"])) for piece in line["schedule"]) if line else ()
-        if not line or not pieces:
-            return None
-        return _Schedule(int((line.get("fork") or {}).get("tokens", 0)), pieces)
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Preparer:
-    """preparer.json of a preparer that lives."""
-
-    pid: int
-    stage: str
-    cycle: int
-    progress: float
-    error: str | None
-    download: dict[str, Any]
-
-    def describe(self) -> str:
-        """What it does, in a few words."""
-        fetched = f"{human_bytes(self.download.get('bytes_done', 0))} of {human_bytes(self.download.get('bytes', 0))}"
-        words = {
-            "downloading": f"fetching {self.download.get('source')} for cycle {self.cycle}, {fetched}"
-            + (f" ({self.error})" if self.error else ""),
-            "preparing": f"preparing cycle {self.cycle}, {100 * self.progress:.0f} %",
-            "waiting_consumer": "enough cycles are ready",
-            "waiting_disk": f"waiting for disk space: {self.error}",
-        }
-        return words.get(self.stage, self.stage)
-
-
-def _read_preparer(work: Path) -> _Preparer | None:
-    value = _read_plain(work / "preparer.json")
-    try:
-        if not value or not ran_at(int(value["pid"]), float(value["since"])):
-            return None
-        return _Preparer(
-            int(value["pid"]),
-            str(value["stage"]),
-            int(value["cycle"]),
-            float(value["progress"]),
-            value["error"],
-            dict(value.get("download") or {}),
-        )
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _ready_cycles(work: Path) -> tuple[int, ...]:
-    directory = work / "cycles"
-    names = [path.parent.name for path in directory.glob("[0-9]*/READY")] if directory.is_dir() else []
-    return tuple(sorted(int(name) for name in names if name.isdecimal()))
 
 
 def _latest(paths: LinePaths) -> str | None:
@@ -417,43 +406,36 @@ def _latest(paths: LinePaths) -> str | None:
 
 
 def _disk_use(
-    paths: LinePaths, work: Path, checkpoints: list[ListedCheckpoint], keep_last: int, schedule: _Schedule | None
+    paths: LinePaths, settings: _Settings, checkpoints: list[ListedCheckpoint], cycle_count: int | None
 ) -> DiskUse:
     def bytes_of(files: Iterable[Path]) -> int:
         return sum(path.stat().st_size for path in files if path.is_file())
 
     free_bytes = shutil.disk_usage(paths.root).free
-    count = None if schedule is None else schedule.cycle_count
     own = [item for item in checkpoints if not item.set_aside]
+    room = room_for_checkpoints(paths.root, cycle_count) if _one_disk(paths.root, settings.work) else None
     return DiskUse(
         kept_bytes=sum(item.bytes for item in own if item.kept is not False),
         rolling_bytes=sum(item.bytes for item in own if item.kept is False),
         set_aside_bytes=sum(item.bytes for item in checkpoints if item.set_aside),
         journal_bytes=bytes_of(paths.root.glob(f"{paths.journal.name}*")),
         logs_bytes=bytes_of(paths.root.glob(f"{paths.run_log.name}*")),
-        cycles_bytes=_bytes_below(work / "cycles"),
+        tune_bytes=bytes_below(paths.tune),
+        cycles_bytes=bytes_below(settings.work / "cycles"),
+        opened_bytes=bytes_below(settings.work / "open"),
+        downloads_bytes=bytes_below(settings.work / "downloads"),
         free_bytes=free_bytes,
-        end_bytes=forecast_of(checkpoints, keep_last, count, 0, free_bytes).end_bytes if own else None,
+        reserved_bytes=0 if room is None else room.soon_bytes,
+        end_bytes=forecast_of(checkpoints, settings.keep_last, cycle_count, 0, free_bytes).end_bytes if own else None,
     )
 
 
-def _bytes_below(directory: Path) -> int:
-    """Bytes of the files two levels below a directory; what vanishes meanwhile does not count."""
-    total = 0
-    for path in directory.glob("*/*"):
-        try:
-            total += path.stat().st_size
-        except OSError:
-            continue
-    return total
-
-
-def _read_plain(path: Path) -> dict[str, Any] | None:
+def _one_disk(run: Path, work: Path) -> bool:
+    """Whether a line and its data line are on one file system."""
     try:
-        value = read_json(path)
-    except (NstrainError, OSError):
-        return None
-    return value if isinstance(value, dict) else None
+        return run.stat().st_dev == work.stat().st_dev
+    except OSError:
+        return False
 
 
 def _finite(value: float | None) -> float | None:

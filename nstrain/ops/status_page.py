@@ -187,11 +187,16 @@ def _disk(disk: DiskUse) -> str:
         "set aside": disk.set_aside_bytes,
         "journal": disk.journal_bytes,
         "logs": disk.logs_bytes,
+        "tune": disk.tune_bytes,
         "data cycles": disk.cycles_bytes,
+        "opened files": disk.opened_bytes,
+        "fetched files": disk.downloads_bytes,
     }
     taken = ", ".join(f"{name} {human_bytes(size)}" for name, size in kinds.items() if size)
     coming = "" if not disk.end_bytes else f", checkpoints will take up to {human_bytes(disk.end_bytes)} more"
-    return f"{taken or 'nothing yet'}; {human_bytes(disk.free_bytes)} free{coming}"
+    left = f" ({human_bytes(disk.reserved_bytes)} of it the preparer leaves for checkpoints)"
+    free = f"{human_bytes(disk.free_bytes)} free{left if disk.reserved_bytes else ''}"
+    return f"{taken or 'nothing yet'}; {free}{coming}"
 
 
 def watch_page(run: Path, console: Console) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from nstrain.line.paths import LinePaths
 from nstrain.record.alarms import firing_alarms, loss_alarms
-from nstrain.record.journal import Journal, JournalReader, Row
+from nstrain.record.journal import FIRST_GENERATION, PARENTS_GENERATION, Journal, JournalReader, Row
 
 TREND_UPDATES = 100
 """The loss's trend is the mean of so many updates against the mean of as many before."""
@@ -48,6 +48,13 @@ class Record:
     """What a person should look at: of the last validation, and losses that jumped in the last updates."""
     differences: int = 0
     """Replayed updates that differed from their row."""
+    rolled_back: bool = False
+    """Whether the line was rolled back and has not been trained since."""
+
+    @property
+    def is_parents(self) -> bool:
+        """Whether all of it is a branch's parent's: the branch has no update of its own."""
+        return self.last is not None and self.last["generation"] == PARENTS_GENERATION
 
 
 def read_record(paths: LinePaths, validation_every: int, loss_jump: float) -> Record:
@@ -77,6 +84,7 @@ def read_record(paths: LinePaths, validation_every: int, loss_jump: float) -> Re
             validated_before=None if before is None else int(before["update"]),
             alarms=_alarms(recent, validated, loss_jump),
             differences=journal.differences(),
+            rolled_back=journal.generation_at(update + 1) > max(FIRST_GENERATION, last["generation"]),
         )
 
 

@@ -19,6 +19,7 @@ from nstrain.base.units import human_bytes, human_count
 from nstrain.data.line import DataLine
 from nstrain.data.manifest import load_manifest, refuse_edited_past
 from nstrain.data.rows import row_order
+from nstrain.data.val import held_out_digest, load_index
 from nstrain.line.checkpoint import read_latest, read_state, verify_checkpoint
 from nstrain.line.listing import ListedCheckpoint, list_checkpoints
 from nstrain.line.paths import REPLACED_SUFFIX, LinePaths
@@ -122,13 +123,17 @@ class _Looks:
         if self.goes_on_from is None:
             return "no checkpoint to compare with"
         state = self._state()
-        refuse_other_line(state, settings, str(self.paths.run_json))
+        held_out = None
+        with contextlib.suppress(NstrainError):  # told of the data line, next
+            held_out = held_out_digest(self._data())
+        refuse_other_line(state, settings, str(self.paths.run_json), held_out)
         changes = changed_libraries(state)
         more = f"; its libraries changed, its bits may: {', '.join(changes)}" if changes else ""
         return f"as trained up to u{state['update']}{more}"
 
     def data_line(self) -> str:
         data = self._data()
+        load_index(data)
         return f"{data.work}: {', '.join(data.source_names)}"
 
     def order(self) -> str:

@@ -1,12 +1,14 @@
 """What may change in run.json between two launches of a line, compared with the run.json of its newest checkpoint.
 
-A field of FIXED_FIELDS keeps its value for life, with two exceptions:
+A field of FIXED_FIELDS keeps its value for life (but for FREE_PARTS), and so does the held-out text that the line's
+readings are of, by the hash of its index. A data line may move: it is known again by that hash. There are two
+exceptions:
 - lists of pieces (batch ramp, row lengths, learning rate) may grow at their end, where the line has not been yet;
-- `allow_changes` names the field. An entry allows one change. When the line goes on with it, the change is recorded
-  with its position in every later checkpoint (state.json, `changes`), and the entry is spent: it may stay in run.json,
-  but allows nothing more. Another change of the field takes another entry: the name once more, or a spent one removed
-  for at least one launch. Everything is in the checkpoint, so a line that goes back to an earlier one has neither
-  the change nor the spent entry.
+- `allow_changes` names the field (`held_out` for the text). An entry allows one change. When the line goes on with it,
+  the change is recorded with its position in every later checkpoint (state.json, `changes`), and the entry is spent: it
+  may stay in run.json, but allows nothing more. Another change of the field takes another entry: the name once more, or
+  a spent one removed for at least one launch. Everything is in the checkpoint, so a line that goes back to an earlier
+  one has neither the change nor the spent entry.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from typing import Any
 
 from nstrain.base.errors import Refusal
 from nstrain.settings.model import dump
-from nstrain.settings.run import FIXED_FIELDS, BatchPiece, RatePiece, RowPiece, RunSettings
+from nstrain.settings.run import (
+    FIXED_FIELDS,
+    FREE_PARTS,
+    HELD_OUT,
+    BatchPiece,
+    RatePiece,
+    RowPiece,
+    RunSettings,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,19 +35,19 @@ class AppliedChange:
     """A fixed field that was changed on purpose."""
 
     field: str
-    """One of FIXED_FIELDS."""
+    """One of FIXED_FIELDS, or HELD_OUT."""
     update: int
     """The last update that was trained with the value before."""
     tokens: int
     """The position after it."""
     before: Any
-    """The field's JSON value up to there."""
+    """The field's JSON value up to there, without parts that are free; of HELD_OUT the hash of its index."""
     after: Any
     """Its JSON value from there on."""
 
     def describe(self) -> str:
         """The innermost place that differs, with both values."""
-        return _first_difference(self.field, self.before, self.after)
+        return first_difference(self.field, self.before, self.after)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,37 +70,61 @@ class Changes:
         return cls(tuple(AppliedChange(**change) for change in value["applied"]), dict(value["spent"]))
 
 
-def settle_changes(state: Mapping[str, Any], new: RunSettings, where: str) -> Changes:
+def settle_changes(state: Mapping[str, Any], new: RunSettings, where: str, held_out: str | None = None) -> Changes:
     """The changes of a line that goes on from a checkpoint (its state.json) with the run.json `new`.
 
-    Raises `Refusal` naming every fixed field that differs without being allowed to, both values and the ways to mend
-    it, and every new piece that begins where the line has been already.
+    `held_out` is the hash of the held-out index that its readings will be of (None: not looked at; a checkpoint that
+    was written before this was recorded has none, and any is taken).
+
+    Raises `Refusal` naming everything that differs without being allowed to, both values and the ways to mend it, and
+    every new piece that begins where the line has been already.
     """
-    old, now = state["settings"], dump(new)
+    old, now = fixed_values(state["settings"]), fixed_values(dump(new))
+    if held_out is not None and state.get(HELD_OUT) is not None:
+        old[HELD_OUT], now[HELD_OUT] = state[HELD_OUT], held_out
+        if held_out == state[HELD_OUT]:  # the index names its data line: it is the same one, wherever it lies now
+            now["data"] = old["data"]
     before = Changes.from_state(state)
     listed = {name: new.allow_changes.count(name) for name in new.allow_changes}
     spent = {name: min(before.spent.get(name, 0), count) for name, count in listed.items()}
     applied, refused = [], []
-    for name in FIXED_FIELDS:
-        if now[name] == old.get(name):
+    for name, value in now.items():
+        if value == old.get(name):
             continue
-        grown = _grown(old.get(name), now[name])
+        grown = _grown(old.get(name), value)
         late = _late_piece(name, old.get(name), new, state) if grown else None
         if grown and late is None:
             continue
         if listed.get(name, 0) > spent.get(name, 0):
-            applied.append(AppliedChange(name, state["update"], state["tokens"], old.get(name), now[name]))
+            applied.append(AppliedChange(name, state["update"], state["tokens"], old.get(name), value))
             spent[name] += 1
         else:
-            problem = late or _first_difference(name, old.get(name), now[name])
+            problem = late or first_difference(name, old.get(name), value)
             refused.append(problem + _spent_note(name, before, spent))
     if refused:
         raise Refusal(
-            f"{where}: fields that a line keeps for life differ from those of its newest checkpoint: "
+            f"{where}: what a line keeps for life differs from its newest checkpoint: "
             + "; ".join(refused)
             + ". Put the old value back, or list the field's name in allow_changes if the change is meant."
+            + (_HELD_OUT_NOTE if now.get(HELD_OUT) != old.get(HELD_OUT) else "")
         )
     return Changes((*before.applied, *applied), {name: count for name, count in spent.items() if count})
+
+
+_HELD_OUT_NOTE = (
+    f" {HELD_OUT} is the sha256 of the data line's val/index.json: its held-out text was gathered anew and is another. "
+    "The text of before is gathered again by `nstrain data val` with the --tokens-per-source of then, after val/ was "
+    "removed."
+)
+
+
+def fixed_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON values of the fields of FIXED_FIELDS that a run.json has, without their FREE_PARTS."""
+    values = {name: settings[name] for name in FIXED_FIELDS if name in settings}
+    for name, free in FREE_PARTS.items():
+        if isinstance(values.get(name), dict):
+            values[name] = {part: value for part, value in values[name].items() if part not in free}
+    return values
 
 
 def _spent_note(name: str, changes: Changes, spent: Mapping[str, int]) -> str:
@@ -141,13 +175,14 @@ def _late_piece(name: str, old: Any, new: RunSettings, state: Mapping[str, Any])
     return f"{name} has a new piece from {begins:,} tokens, but the line stands at {state['tokens']:,}"
 
 
-def _first_difference(place: str, old: Any, new: Any) -> str:
+def first_difference(place: str, old: Any, new: Any) -> str:
+    """The innermost place at which two JSON values differ, with what stands there in both."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             if old.get(key) != new.get(key):
-                return _first_difference(f"{place}.{key}", old.get(key), new.get(key))
+                return first_difference(f"{place}.{key}", old.get(key), new.get(key))
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for index, (a, b) in enumerate(zip(old, new, strict=True)):
             if a != b:
-                return _first_difference(f"{place}.{index}", a, b)
+                return first_difference(f"{place}.{index}", a, b)
     return f"{place} was {old!r} and is now {new!r}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import pydantic
 
@@ -23,19 +24,31 @@ _entered_package = MODEL_PACKAGE
 """The model package's name in this process."""
 
 
+def _absolute(path: str) -> str:
+    """A path with its ~ expanded. Raises ValueError if it depends on where a command is run."""
+    expanded = os.path.expanduser(path)
+    if not os.path.isabs(expanded):
+        raise ValueError("expected a path that begins with / or ~")
+    return expanded
+
+
+HostPath = Annotated[str, pydantic.AfterValidator(_absolute)]
+"""A path that means the same wherever a command is run."""
+
+
 class HostSettings(Settings):
     """Settings of the host; every field is optional."""
 
-    neuronspark: str | None = None
+    neuronspark: HostPath | None = None
     """The model package to train: a package's own directory, whatever its name, or a directory that holds a package
     `neuronspark` (default: the one that comes with nstrain)."""
     env: dict[str, str] = pydantic.Field(default_factory=dict)
     """Environment variables set for every command and its children, before torch is imported."""
-    work_root: str | None = None
-    """Directory under which `data init` and `new` place lines that are named without a path separator."""
-    tokenizer: str | None = None
+    work_root: HostPath | None = None
+    """Directory of the lines that commands are given by a bare name."""
+    tokenizer: HostPath | None = None
     """The tokenizer.json that `data init` uses when none is named."""
-    calibration_from: str | None = None
+    calibration_from: HostPath | None = None
     """state.json of a data line whose calibration `data init` takes over for the sources that both have."""
     notify: str | None = None
     """A program that is given one event as JSON on its standard input (docs/reference/notices.md)."""
@@ -87,12 +100,3 @@ def enter_host() -> HostSettings:
         global _entered_package
         _entered_package = package.name
     return host
-
-
-def place(name: str, host: HostSettings) -> Path:
-    """A line's directory from what was typed: a bare name lies under `work_root`, anything else is a path."""
-    path = Path(name).expanduser()
-    bare = os.sep not in name and not path.is_absolute() and name not in ("", ".", "..")
-    if host.work_root is not None and bare:
-        return Path(host.work_root) / path
-    return path.resolve()

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import pydantic
 
@@ -21,6 +21,24 @@ class Settings(pydantic.BaseModel):
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+
+LARGEST_FLOAT = 2**53
+"""Up to here a float holds every whole number, so that what was written is what is read."""
+
+
+def _as_whole(value: Any) -> Any:
+    """A whole number written as a float (2e9, 4.7e9) as the integer that it is; anything else as it came."""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST_FLOAT:
+        return int(value)
+    return value
+
+
+WholeNumber = pydantic.BeforeValidator(_as_whole)
+"""Marks an integer that people write: 2e9 is 2000000000. 1.5 and true are still no integers."""
+
+Whole = Annotated[int, WholeNumber]
+Natural = Annotated[int, pydantic.Field(ge=0), WholeNumber]
+Positive = Annotated[int, pydantic.Field(gt=0), WholeNumber]
 
 S = TypeVar("S", bound=Settings)
 
@@ -60,7 +78,7 @@ def json_schema(kind: type[Settings]) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-_UNION_TAG = re.compile(r"(constrained-)?int|tuple\[.*\]")
+_UNION_TAG = re.compile(r"function-before\[.*int\]|tuple\[.*\]")
 """What pydantic puts into a place to say which side of a number-or-list field it tried."""
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
 from nstrain.base.disk import atomic_write_json
-from nstrain.settings.model import Settings, dump, load
+from nstrain.settings.model import Natural, Positive, Settings, Whole, WholeNumber, dump, load
 
 RUN_FORMAT: Literal[1] = 1
 METRICS_VERSION = 2
@@ -22,14 +22,18 @@ METRICS_VERSION = 2
 
 FIXED_FIELDS = (
     "format", "id", "metrics", "data", "model", "seed", "threads", "device", "tokens_per_update", "rows",
-    "learning_rate", "optimizer", "ema", "branch",
+    "learning_rate", "optimizer", "ema", "validation", "branch",
 )  # fmt: skip
 """Top-level fields that a line keeps for life: a change is refused unless `allow_changes` lists the field."""
 
+FREE_PARTS: dict[str, tuple[str, ...]] = {"data": ("ahead_cycles",), "validation": ("every_updates",)}
+"""Parts of those that may be edited all the same: when something is done, not what."""
+
+HELD_OUT = "held_out"
+"""What else `allow_changes` may name: the data line's held-out text, which a line keeps for life as well."""
+
 NEVER_CHANGED = frozenset({"format", "id", "metrics", "branch"})
 """Those of them that `allow_changes` cannot name."""
-
-Positive = pydantic.Field(gt=0)
 
 
 class DataSettings(Settings):
@@ -37,7 +41,7 @@ class DataSettings(Settings):
 
     work: str
     """The data line's directory (absolute)."""
-    ahead_cycles: int = pydantic.Field(default=1, ge=1)
+    ahead_cycles: Positive = 1
     """How many cycles the preparer keeps ready beyond the one in use."""
 
 
@@ -53,27 +57,27 @@ class ModelSettings(Settings):
 class BatchPiece(Settings):
     """One piece of a batch-size ramp; the updates that start at a position in [from, to) take `tokens` tokens."""
 
-    from_tokens: int = pydantic.Field(ge=0, alias="from")
+    from_tokens: Natural = pydantic.Field(alias="from")
     """First position, in tokens, at which this piece holds."""
-    to_tokens: int | None = pydantic.Field(alias="to")
+    to_tokens: Whole | None = pydantic.Field(alias="to")
     """Position at which the next piece takes over; null in the last piece."""
-    tokens: int = Positive
+    tokens: Positive
     """Tokens of an update."""
 
 
 class RowPiece(Settings):
     """The row length from a data cycle on."""
 
-    from_cycle: int = pydantic.Field(ge=1)
+    from_cycle: Positive
     """First cycle that is cut into rows of this length."""
-    row_tokens: int = Positive
+    row_tokens: Positive
     """Target tokens of a row; divides the data line's unit."""
 
 
 class LengthSettings(Settings):
     """How rows of one length are pushed through the device; changes the speed and not the data."""
 
-    micro_rows: int = Positive
+    micro_rows: Positive
     """Rows of one forward and backward pass."""
     recompute: Literal["none", "dendritic", "all"] = "none"
     """Layers whose activations are computed again in the backward pass instead of being kept."""
@@ -86,9 +90,9 @@ class RatePiece(Settings):
     warm-up, a fall the decay.
     """
 
-    from_tokens: int = pydantic.Field(ge=0, alias="from")
+    from_tokens: Natural = pydantic.Field(alias="from")
     """Position, in tokens, at which this piece takes over from the one before."""
-    to_tokens: int | None = pydantic.Field(default=None, alias="to")
+    to_tokens: Whole | None = pydantic.Field(default=None, alias="to")
     """Position at which the rate has reached `end`; null for `constant`."""
     shape: Literal["constant", "linear", "cosine", "sqrt"]
     """linear; cosine (half a cosine wave); sqrt (goes with the root of the way: steep first); or constant."""
@@ -119,9 +123,9 @@ class EmaSettings(Settings):
     Each update moves it by tokens / horizon_tokens of the way to the weights (Zhang et al., arXiv 2410.21676).
     """
 
-    horizon_tokens: int = Positive
+    horizon_tokens: Positive
     """Tokens over which it averages."""
-    from_tokens: int = pydantic.Field(ge=0)
+    from_tokens: Natural
     """Position at which it begins, as a copy of the weights."""
 
 
@@ -132,11 +136,11 @@ class BranchSettings(Settings):
     """The parent line's directory when the branch was made."""
     line: str
     """The parent's id."""
-    at_cycle: int = pydantic.Field(ge=1)
+    at_cycle: Positive
     """The parent's data cycle at whose end the branch begins."""
-    update: int = Positive
+    update: Positive
     """The parent's update there; the branch counts on from it."""
-    tokens: int = Positive
+    tokens: Positive
     """The position there; the branch counts on from it."""
 
 
@@ -151,33 +155,36 @@ class OptimizerSettings(Settings):
     """Added to the root of the second moment."""
     weight_decay: float = pydantic.Field(default=0.1, ge=0)
     """Decoupled weight decay (times the rate) of matrices, embedding and memory tables."""
-    weight_decay_batch: int | None = pydantic.Field(default=None, gt=0)
+    weight_decay_batch: Positive | None = None
     """Tokens an update at which `weight_decay` holds; the decay is in proportion to the batch. null: constant."""
-    clip_norm: float = Positive
+    clip_norm: float = pydantic.Field(gt=0)
     """The gradient is scaled down to this global norm."""
 
 
 class ValidationSettings(Settings):
-    """When and on how much held-out text the line is validated (always at update 0 and at every cycle's end)."""
+    """When and on how much held-out text the line is validated (always at update 0 and at every cycle's end).
 
-    every_updates: int = Positive
+    Which rows are read is fixed for the line's life: its readings are comparable from the first to the last.
+    """
+
+    every_updates: Positive
     """Updates between two validations."""
-    rows_per_source: int = Positive
+    rows_per_source: Positive
     """Held-out rows of a source at least; every stratum has one or more."""
-    probe_rows_per_source: int | None = pydantic.Field(default=None, gt=0)
+    probe_rows_per_source: Positive | None = None
     """Rows of a source, at most, that are also probed: of its heaviest strata; null: all."""
-    long_rows_per_source: int = pydantic.Field(default=4, ge=0)
+    long_rows_per_source: Natural = 4
     """Rows of a source, at most, at the model's longest context, where that exceeds the training length; 0: none."""
 
 
 class CheckpointSettings(Settings):
     """When the line saves (always at its start, at cycle ends, at length changes and when it stops)."""
 
-    every_updates: int | None = pydantic.Field(default=None, gt=0)
+    every_updates: Positive | None = None
     """Updates between rolling checkpoints; null: by time only."""
     every_minutes: float | None = pydantic.Field(default=30.0, gt=0)
     """Minutes between rolling checkpoints; null: by updates only."""
-    keep_last: int = pydantic.Field(default=2, ge=1)
+    keep_last: Positive = 2
     """Rolling checkpoints that stay."""
 
     @pydantic.model_validator(mode="after")
@@ -190,7 +197,7 @@ class CheckpointSettings(Settings):
 class GuardSettings(Settings):
     """When the line stops by itself, and how long its trainer may be silent before it is taken to hang."""
 
-    max_consecutive_skips: int = pydantic.Field(default=20, gt=0)
+    max_consecutive_skips: Positive = 20
     """Updates in a row that may be skipped for a gradient norm that is not finite."""
     loss_jump: float = pydantic.Field(default=8.0, gt=0)
     """Deviations above the updates before it (`train/loss_jump`) from which a loss is an alarm; the line goes on."""
@@ -198,38 +205,44 @@ class GuardSettings(Settings):
     """Seconds that an update, or a wait for the checkpoint's writer, may take before the trainer is taken to hang; a
     wait for data or the GPU that lasts longer is notified."""
     start_s: float = pydantic.Field(default=3600.0, gt=0)
-    """Seconds that the trainer's start may take: reading the checkpoint, compiling kernels, capturing graphs."""
+    """Seconds that the trainer's start may take up to the first row, and each first update of a row length, which
+    compiles kernels and captures graphs."""
     validation_s: float = pydantic.Field(default=3600.0, gt=0)
-    """Seconds that one validation may take."""
+    """Seconds that may pass between two signs of life of a validation (each takes a few rows)."""
     save_s: float = pydantic.Field(default=900.0, gt=0)
     """Seconds that the checkpoint of a stop may take."""
-    gpu_check_every: int = pydantic.Field(default=20, gt=0)
+    gpu_check_every: Positive = 20
     """Updates between two looks at the GPU's other processes."""
 
     def budget_s(self, stage: str) -> float:
         """Seconds that a trainer may stay in a stage without another beat of its heartbeat."""
-        budgets = {"starting": self.start_s, "validating": self.validation_s, "stopping": self.save_s}
+        budgets = {
+            "starting": self.start_s,
+            "capturing": self.start_s,
+            "validating": self.validation_s,
+            "stopping": self.save_s,
+        }
         return budgets.get(stage, self.watchdog_s)
 
 
 class RunSettings(Settings):
     """A training line's configuration (run.json)."""
 
-    format: Literal[1] = RUN_FORMAT
+    format: Annotated[Literal[1], WholeNumber] = RUN_FORMAT
     """Version of this file's format."""
     id: str
     """The line's own name among the consumers of its data line; made by `new`."""
-    metrics: int = METRICS_VERSION
+    metrics: Whole = METRICS_VERSION
     """METRICS_VERSION of the code that started the line; never changes."""
     data: DataSettings
     model: ModelSettings
-    seed: int = pydantic.Field(ge=0, lt=2**63)
+    seed: Natural = pydantic.Field(lt=2**63)
     """Seed of the initial weights."""
-    threads: int = Positive
+    threads: Positive
     """Threads of a CPU trainer; part of what makes its sums come out the same."""
     device: Literal["cpu", "cuda"]
     """Where the model runs."""
-    tokens_per_update: pydantic.PositiveInt | tuple[BatchPiece, ...]
+    tokens_per_update: Positive | tuple[BatchPiece, ...]
     """Tokens of an update: a number, or a ramp of pieces that only grows at its end."""
     rows: tuple[RowPiece, ...]
     """Row length by cycle; only grows at its end."""
@@ -243,12 +256,13 @@ class RunSettings(Settings):
     validation: ValidationSettings
     checkpoints: CheckpointSettings
     guards: GuardSettings = GuardSettings()
-    print_every: int = pydantic.Field(default=10, gt=0)
+    print_every: Positive = 10
     """Updates between two rows in run.log; the row of an update that validated is always printed."""
     branch: BranchSettings | None = None
     """Of a branch: its parent, and where it left it."""
     allow_changes: tuple[str, ...] = ()
-    """Fixed fields whose change is meant. An entry allows one change; to change a field again, list it once more."""
+    """Fixed fields whose change is meant, or `held_out`: that the held-out text was gathered anew. An entry allows one
+    change; to change a field again, list it once more."""
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> RunSettings:
@@ -265,7 +279,7 @@ class RunSettings(Settings):
                     raise ValueError(
                         f"tokens_per_update: {piece.tokens:,} is not a multiple of the row length {row.row_tokens:,}"
                     )
-        unknown = set(self.allow_changes) - set(FIXED_FIELDS)
+        unknown = set(self.allow_changes) - {*FIXED_FIELDS, HELD_OUT}
         if unknown:
             raise ValueError(f"allow_changes: no fixed field is called {', '.join(sorted(unknown))}")
         never = NEVER_CHANGED & set(self.allow_changes)

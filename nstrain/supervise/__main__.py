@@ -1,6 +1,7 @@
 """The supervisor in the background: `python -m nstrain.supervise RUN --ready-fd N`, started by `nstrain run RUN`.
 
-What it prints, start-up errors above all, goes to RUN/supervisor.out; what happens to the line is in run.log.
+What it prints - why it could not start or go on, a few lines - goes to RUN/supervisor.out, which therefore is looked at
+for its size at a start only; what happens to the line is in run.log.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ stopped, slow or gone can hold up nothing: what goes wrong in drawing is noted o
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import sys
 import threading
@@ -17,6 +18,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.live import Live
 
+from nstrain.base.logs import old_log
 from nstrain.line.paths import LinePaths
 from nstrain.ops.status import status
 from nstrain.ops.status_page import render
@@ -110,20 +112,52 @@ class Display:
 
 
 class LogFollower:
-    """The whole lines that a log gains from now on."""
+    """The whole lines that a log gains from now on, also over a rotation (nstrain/base/logs.py).
+
+    For some seconds after one the children still write to the old file's end, so both files are followed, each by its
+    inode: the log of today is the old one of tomorrow.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._position = path.stat().st_size if path.exists() else 0
-        self._rest = b""
+        self._followed: dict[int, _Followed] = {}
+        for _, inode, size in self._found():
+            self._followed[inode] = _Followed(size)
 
     def new_lines(self) -> list[str]:
-        """The lines that were completed since the last call."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
+        """The lines that were completed since the last call, the old log's first."""
+        found = self._found()
+        self._followed = {inode: self._followed.get(inode, _Followed(0)) for _, inode, _ in found}
+        return [line for place, inode, _ in found for line in self._followed[inode].new_lines(place, inode)]
+
+    def _found(self) -> list[tuple[Path, int, int]]:
+        """The files that are there, with their inodes and sizes, the old log first."""
+        found = []
+        for place in (self._path, old_log(self._path)):  # rotated meanwhile, it is seen twice rather than not at all
+            with contextlib.suppress(FileNotFoundError):
+                status = place.stat()
+                found.append((place, status.st_ino, status.st_size))
+        return found[::-1]
+
+
+class _Followed:
+    """How far a file has been read."""
+
+    def __init__(self, position: int) -> None:
+        self._position = position
+        self._rest = b""
+
+    def new_lines(self, place: Path, inode: int) -> list[str]:
+        """The lines that a file has gained, if it still lies there."""
+        with contextlib.suppress(FileNotFoundError), place.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != inode:
+                return []
+            if status.st_size < self._position:  # another file, which was given the inode of one that was removed
+                self._position, self._rest = 0, b""
             file.seek(self._position)
             block = file.read(BLOCK_BYTES)
-        self._position += len(block)
-        *lines, self._rest = (self._rest + block).split(b"\n")
-        return [line.decode(errors="replace") for line in lines]
+            self._position += len(block)
+            *lines, self._rest = (self._rest + block).split(b"\n")
+            return [line.decode(errors="replace") for line in lines]
+        return []

@@ -89,20 +89,18 @@ def judge(ended: Ended, before: Counts, pace: Pace, stop_reason: str) -> tuple[E
         return ending, counts
     if ended.code == ExitCode.GPU_TAKEN:
         return Relaunch(ended.words, 0.0, clean_looks=CLEAN_LOOKS), counts
-    signalled = not ended.hung and ended.code in (ExitCode.STOPPED, -signal.SIGTERM)
-    if signalled and ended.progressed:
-        return Relaunch(
-            "the trainer was stopped by a signal that its supervisor did not send", 0.0, "signal_restart"
-        ), counts
-    if ended.others is not None and not signalled:
-        return _beside_others(ended, counts, pace)
+    stopped = not ended.hung and ended.code in (ExitCode.STOPPED, -signal.SIGTERM)
+    event: Event | None = "watchdog_restart" if ended.hung else "signal_restart" if stopped or ended.code < 0 else None
+    if stopped and ended.progressed:
+        return Relaunch("the trainer was stopped by a signal that its supervisor did not send", 0.0, event), counts
+    if ended.others is not None and not stopped and not ended.hung:
+        return _beside_others(ended, counts, pace, event)
     what = "the trainer was stopped by a signal that its supervisor did not send, before it had made progress"
-    what = what if signalled else ended.words
+    what = what if stopped else ended.words
     counts = dataclasses.replace(counts, failures=counts.failures + 1, failures_total=counts.failures_total + 1)
     if counts.failures >= FAILURES_IN_A_ROW:
         reason = f"{counts.failures} launches in a row failed without a checkpoint committed since; the last: {what}"
         return Ending("failed", ExitCode.FAILED, reason, "failed"), counts
-    event: Event | None = "watchdog_restart" if ended.hung else "signal_restart" if signalled else None
     return Relaunch(what, step_of(pace.relaunch_s, counts.failures), event), counts
 
 
@@ -129,10 +127,13 @@ def _final(ended: Ended, stop_reason: str) -> Ending | None:
     return None
 
 
-def _beside_others(ended: Ended, counts: Counts, pace: Pace) -> tuple[Relaunch, Counts]:
-    """A crash while others are on the GPU: theirs may be the fault, so it is not counted as a failure."""
+def _beside_others(ended: Ended, counts: Counts, pace: Pace, event: Event | None) -> tuple[Relaunch, Counts]:
+    """A crash while others are on the GPU: theirs may be the fault, so it is not counted as a failure.
+
+    A hang is none: it is counted, and told, whoever else is there.
+    """
     number = counts.beside_others + 1
     reason = f"{ended.words} (not counted: {ended.others})"
     clean = CLEAN_LOOKS if number >= CRASHES_BESIDE_OTHERS else 1
     counts = dataclasses.replace(counts, beside_others=0 if number >= CRASHES_BESIDE_OTHERS else number)
-    return Relaunch(reason, pace.relaunch_s[0], clean_looks=clean), counts
+    return Relaunch(reason, pace.relaunch_s[0], event, clean), counts

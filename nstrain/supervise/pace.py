@@ -23,8 +23,6 @@ class Pace:
     """At least so long between two looks at another process's preparer lock, or two starts of a preparer."""
     preparer_backoff_s: tuple[float, ...] = (2.0, 10.0, 30.0, 60.0, 300.0)
     """Before the start after the first, second, ... failure of the preparer in a row; the last one holds on."""
-    preparer_well_s: float = 600.0
-    """A preparer that ran so long before it failed begins a new row of failures."""
     preparer_grace_s: float = 10.0
     """A preparer may take so long to end before it is killed."""
     dump_s: float = 2.0

@@ -71,7 +71,7 @@ class PreparerKeeper:
         self._command = [*command, str(self._work), "--ahead", str(settings.data.ahead_cycles)]
         self._silence_s = settings.guards.watchdog_s
         self._preparer: Child | None = None
-        self._started_at = self._finished_at = self._next_start = 0.0
+        self._finished_at = self._next_start = 0.0
         self._seen: tuple[PreparerStatus | None, float] = (None, 0.0)
         self._holder: int | None = None
         self._finished = False
@@ -79,7 +79,8 @@ class PreparerKeeper:
         self._fed_again = False
         """Whether it was started because the trainer waited, and the trainer has not gone on since."""
         self._failures = 0
-        self._prepared = -1
+        self._prepared = 0
+        """Cycles that were prepared when it last failed."""
         self._consumer_seen: int | None = None
         self.failure: Ending | None = None
         """Why no more data will come, if none will."""
@@ -91,6 +92,7 @@ class PreparerKeeper:
         """
         if not hungry:
             self._fed_again = False
+        self._forgive()
         if self._preparer is not None:
             code = self._preparer.poll()
             if code is None:
@@ -133,7 +135,6 @@ class PreparerKeeper:
         except OSError as error:
             self._failed(f"it cannot be started: {error}")
             return
-        self._started_at = self._clock()
         self._seen = (None, self._clock())
         self._report.update(preparer_pid=self._preparer.pid)
 
@@ -155,6 +156,7 @@ class PreparerKeeper:
         if code == ExitCode.DONE:
             self._finished, self._finished_at = True, self._clock()
             self._fed_again, self._failures = hungry, 0
+            self._report.update(preparer_failures=0)
         elif told is None and preparer_lock(self._work).held_elsewhere():
             return  # it found another one at work, between our look and its own
         else:
@@ -168,10 +170,8 @@ class PreparerKeeper:
 
     def _failed(self, what: str) -> None:
         """Count a failure and set the time of the next start."""
-        prepared = _prepared_cycles(self._work)
-        if prepared > self._prepared or self._clock() - self._started_at >= self._pace.preparer_well_s:
-            self._failures = 0
-        self._prepared = prepared
+        self._forgive()
+        self._prepared = _prepared_cycles(self._work)
         self._failures += 1
         wait_s = step_of(self._pace.preparer_backoff_s, self._failures)
         self._next_start = self._clock() + wait_s
@@ -180,6 +180,12 @@ class PreparerKeeper:
         self._report.update(preparer_failures=self._failures)
         if self._failures == NOTICE_AFTER:
             self._report.notify("preparer_failing", f"{text}; it is tried again, the trainer waits when its data end")
+
+    def _forgive(self) -> None:
+        """Forget failures once a cycle has been prepared since: however long it ran, nothing less is progress."""
+        if self._failures and _prepared_cycles(self._work) > self._prepared:
+            self._failures = 0
+            self._report.update(preparer_failures=0)
 
     def _fail(self, exit_code: ExitCode, what: str) -> None:
         """Note that no more data will come, and why."""

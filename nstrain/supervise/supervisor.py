@@ -208,8 +208,10 @@ class Supervisor:
         self._keeper.watch(hungry, wanted=not self._signals)
         self._keeper.delete_consumed()
         preparer = self._keeper.status()
-        full = preparer is not None and preparer.stage == "waiting_disk"
-        self._stalls.see("disk_full", f"the preparer waits for space: {preparer.error}" if preparer and full else None)
+        if preparer is None or preparer.disk_full_since is None:
+            self._stalls.see("disk_full", None)
+        elif preparer.stage == "waiting_disk":  # else it tries again, which does not end the wait
+            self._stalls.see("disk_full", f"the preparer waits for space: {preparer.error}")
         self._notifier.look()
         if time.monotonic() >= self._next_log_look:
             self._next_log_look = time.monotonic() + self._pace.log_look_s

@@ -16,11 +16,10 @@ from pathlib import Path
 from nstrain.base.errors import DiskFull, NstrainError
 from nstrain.base.logs import FollowedLog, write_whole_lines
 from nstrain.gpu.readings import GpuSource, gpu_of
-from nstrain.line.notices import Notifier, notice
+from nstrain.line.orphaned import tell_of_the_supervisors_death
 from nstrain.line.paths import LinePaths
-from nstrain.line.state_files import read_heartbeat
-from nstrain.settings.host import enter_host, load_host
-from nstrain.settings.run import RunSettings, load_run
+from nstrain.settings.host import enter_host
+from nstrain.settings.run import RunSettings
 from nstrain.train.stopping import StopRequests
 
 
@@ -49,24 +48,7 @@ def main(gpu: Callable[[RunSettings], GpuSource | None] = gpu_of) -> int:
         return int(error.exit_code)
     finally:
         if stop.parent_gone():
-            tell_that_the_supervisor_died(paths)
-
-
-def tell_that_the_supervisor_died(paths: LinePaths) -> None:
-    """Give the notice that the supervisor no longer can; never raises."""
-
-    def say(text: str) -> None:
-        print(text, flush=True)
-
-    try:
-        beat = read_heartbeat(paths)
-        notifier = Notifier(load_host().notify, say)
-        text = f"the supervisor of {paths.root} is gone without a word; its trainer ends. `nstrain run` goes on"
-        known = {} if beat is None else {"update": beat.update, "tokens": beat.tokens, "checkpoint": beat.checkpoint}
-        notifier.send(notice("supervisor_failed", load_run(paths.run_json).id, paths.root, text, **known))
-        notifier.finish()
-    except (NstrainError, OSError) as error:
-        say(f"nobody could be told that the supervisor is gone: {error}")
+            tell_of_the_supervisors_death(paths, "its trainer ends")
 
 
 if __name__ == "__main__":

@@ -8,29 +8,25 @@ cycle was trained yet (it may not even be prepared): there the finished cycle's 
 from __future__ import annotations
 
 import dataclasses
-import platform
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
-import nstrain
 from nstrain.base.disk import sha256_file
 from nstrain.base.errors import Refusal
-from nstrain.data.encode import ENCODING_VERSION
 from nstrain.data.line import DataLine
-from nstrain.data.order import ORDER_VERSION
 from nstrain.line.checkpoint import Checkpoint
 from nstrain.line.state_json import FORMAT
 from nstrain.line.tensor_file import Tensors
 from nstrain.settings.changes import Changes, settle_changes
 from nstrain.settings.model import dump
-from nstrain.settings.run import RunSettings
+from nstrain.settings.run import HELD_OUT, RunSettings
 from nstrain.train.engine import Engine, OptimizerCounts
 from nstrain.train.flat import TENSOR_KINDS, TensorKind
 from nstrain.train.model import kernel_table, use_kernels
 from nstrain.train.plan import Position
+from nstrain.train.versions import GATING, software, versions
 
 KEPT_REASONS = frozenset({"start", "cycle_end", "length_change", "end"})
 """Reasons whose checkpoints stay: points that a branch or a later stage can begin from."""
@@ -58,6 +54,8 @@ class LineState:
     """Of the last update's cycle; None before the first update."""
     changes: Changes = dataclasses.field(default_factory=Changes)
     """The changes of fixed settings that the line has been through."""
+    held_out: str | None = None
+    """The hash of the held-out index that the line's readings are of; None in checkpoints of before it was kept."""
 
     def position_json(self, settings: RunSettings) -> dict[str, Any]:
         """The position as state.json has it."""
@@ -85,19 +83,8 @@ class LineState:
             generation=state["generation"],
             order=None if order is None else CycleOrder(**{name: order[name] for name in fields}),
             changes=Changes.from_state(state),
+            held_out=state.get(HELD_OUT),
         )
-
-
-def versions() -> dict[str, Any]:
-    """The code that computed a line's bits; the integers gate a resume, the others are told when they change."""
-    return {
-        "nstrain": nstrain.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "order_version": ORDER_VERSION,
-        "encoding_version": ENCODING_VERSION,
-    }
 
 
 def make_checkpoint(
@@ -115,7 +102,8 @@ def make_checkpoint(
         "kept": reason in KEPT_REASONS,
         "settings": dump(settings),
         "changes": line.changes.to_json(),
-        "versions": versions(),
+        HELD_OUT: line.held_out,
+        "versions": versions(engine.flat.device.type),
         "threads": torch.get_num_threads(),
         "kernels": kernel_table(),
         "id": settings.id,
@@ -140,19 +128,22 @@ def restore(engine: Engine, checkpoint: Checkpoint, where: str) -> None:
     engine.restored(OptimizerCounts(**checkpoint.state["optimizer"]))
 
 
-def refuse_other_line(state: Mapping[str, Any], settings: RunSettings, where: str) -> Changes:
-    """Refuse to continue a checkpoint with settings, threads or an order other than those it was trained with.
+def refuse_other_line(
+    state: Mapping[str, Any], settings: RunSettings, where: str, held_out: str | None = None
+) -> Changes:
+    """Refuse to continue a checkpoint with settings, threads or an order other than those it was trained with, or with
+    another held-out text (`held_out` is its index's hash; None: not looked at).
 
     Returns the changes of settings that the line has been through, those that it makes here on purpose included.
     """
-    changes = settle_changes(state, settings, where)
+    changes = settle_changes(state, settings, where, held_out)
     changed_here = {change.field for change in changes.applied if change.update == state["update"]}
     problems = []
     if state["threads"] != settings.threads and "threads" not in changed_here:
         problems.append(f"it was trained with {state['threads']} threads, now {settings.threads}")
-    for name in ("order_version", "encoding_version"):
-        if state["versions"].get(name) != versions()[name]:
-            problems.append(f"it has {name} {state['versions'].get(name)}, this nstrain has {versions()[name]}")
+    for name, version in GATING.items():
+        if state["versions"].get(name) != version:
+            problems.append(f"it has {name} {state['versions'].get(name)}, this nstrain has {version}")
     position = state["position"]
     if position["row_tokens"] != settings.row_tokens_at(position["cycle"]) and position["row"] > 0:
         problems.append(
@@ -167,13 +158,17 @@ def refuse_other_line(state: Mapping[str, Any], settings: RunSettings, where: st
     return changes
 
 
-def changed_libraries(state: Mapping[str, Any]) -> list[str]:
-    """Versions that differ from the checkpoint's and may change bits, for the log."""
-    now = versions()
+def changed_libraries(state: Mapping[str, Any], device: str | None = None) -> list[str]:
+    """Versions that differ from the checkpoint's and may change bits, for the log.
+
+    The machine's are looked at with a `device` only ("cpu" or "cuda"): asking for a card makes CUDA ready. A checkpoint
+    from before a version was recorded says nothing of it.
+    """
+    before, now = state["versions"], software() if device is None else versions(device)
     return [
-        f"{name} was {state['versions'].get(name)}, is now {version}"
+        f"{name} was {before[name]}, is now {version}"
         for name, version in now.items()
-        if state["versions"].get(name) != version
+        if name in before and before[name] != version
     ]
 
 

@@ -6,6 +6,9 @@
 So the journal is never behind a checkpoint, and a kill at any instant costs the updates since the newest one: they
 are trained again from there, to the same bits, and each is compared with its row. Requests to stop are looked at
 between two updates and while waiting for data.
+
+Neither rows nor checkpoints are committed that a damaged token file had a part in: while the cycle's files are still
+being hashed (cycles.py) its rows are held back, and a checkpoint waits.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ import numpy as np
 from nstrain.base.errors import ExitCode, GpuTaken, NeedsOperator, Refusal
 from nstrain.base.killpoints import kill_point
 from nstrain.data.line import DataLine
-from nstrain.data.rows import CycleRows
 from nstrain.gpu.held import HeldGpu
 from nstrain.line.paths import LinePaths
 from nstrain.line.state_files import Heartbeat, Stage, write_heartbeat
@@ -28,9 +30,9 @@ from nstrain.record.alarms import LossWatch
 from nstrain.record.journal import Journal
 from nstrain.settings.run import RunSettings
 from nstrain.train.alarming import Alarming
-from nstrain.train.checkpointing import CycleOrder, LineState, refuse_other_order
+from nstrain.train.checkpointing import LineState, refuse_other_order
+from nstrain.train.cycles import CycleAhead, OpenCycle
 from nstrain.train.engine import Engine, TokenRows, UpdateReadings, train_update
-from nstrain.train.feed import RowFeed
 from nstrain.train.memory_errors import OutOfMemory, memory_told
 from nstrain.train.plan import Update, plan_update
 from nstrain.train.readings import Rates, Row, start_row, update_row
@@ -46,14 +48,8 @@ DATA_POLL_S = 0.5
 VALIDATING_BEAT_S = 1.0
 """How often a long validation shows that it goes on."""
 
-
-@dataclasses.dataclass
-class _OpenCycle:
-    """The cycle that rows are taken from."""
-
-    rows: CycleRows
-    feed: RowFeed
-    order: CycleOrder
+HASHING_BEAT_S = 1.0
+"""How often a wait for the hashes of a cycle's files does; so long its first update waits for them, at most."""
 
 
 class Trainer:
@@ -74,14 +70,19 @@ class Trainer:
         self.paths, self.settings, self.data = paths, settings, data
         self.engine, self.journal, self.stop = engine, journal, stop
         self.state, self.gpu = state, gpu
-        self._cycle: _OpenCycle | None = None
+        self._cycle: OpenCycle | None = None
+        self._ahead = CycleAhead()
         self._row_tokens = 0
+        self._captured: set[int] = set()
+        """Row lengths at which this process has done an update: nothing is left to compile or to capture for them."""
         self._validation = Validation(engine, settings, data, self._still_validating)
         self._losses = LossWatch.at(journal, state.position.update)
         self._alarming = Alarming(paths, settings)
         self._problems: list[str] = []
-        """What is wrong with the readings of the row in the making."""
-        self._saver = Saver(paths, settings, data.work, engine)
+        """What is to be told with the next row, beside what it shows."""
+        self._held: list[tuple[int, Row, list[str]]] = []
+        """Updates, their rows and what is to be told with them, that wait for the hashes of the cycle's files."""
+        self._saver = Saver(paths, settings, data.work, engine, vouch=self._vouch)
         self._launched_at = time.monotonic()
         self._launch_tokens = state.tokens
         self._leaving = False
@@ -124,11 +125,13 @@ class Trainer:
             if cycle is None:
                 return self._leave_early()
             self._train_one(cycle)
+            self._look_ahead()
         return self._leave(ExitCode.DONE, "done")
 
     def close(self) -> None:
         """End the threads; only then may the line's lock be given back. Never raises a writer's error: it prints it."""
         self._close_cycle()
+        self._ahead.close()
         self._saver.close()
         self._alarming.close()
 
@@ -139,7 +142,7 @@ class Trainer:
             count = self.data.cycle_count
         return count is not None and self.state.position.cycle > count
 
-    def _train_one(self, cycle: _OpenCycle) -> None:
+    def _train_one(self, cycle: OpenCycle) -> None:
         """One update and all that belongs to it."""
         plan = self.data.cycle_plan(self.state.position.cycle)
         update = plan_update(self.settings, plan, self.state.position)
@@ -149,10 +152,11 @@ class Trainer:
             cycle.feed.expect(plan_update(self.settings, plan, update.position_after))
         rates = Rates(
             learning_rate(self.settings.learning_rate, update.tokens_after),
-            weight_decay(self.settings.optimizer, update.batch_tokens),
+            weight_decay(self.settings.optimizer, update.tokens),
         )
         self._warm_probes(update, rates)
         readings = self._trained(update, rows, rates)
+        self._captured.add(self._row_tokens)
         update_s = time.monotonic() - began
         self.state = dataclasses.replace(
             self.state,
@@ -197,7 +201,7 @@ class Trainer:
             "finds the fastest that fits (with --measure-only for a line that has trained)"
         )
 
-    def _rows_by_source(self, cycle: _OpenCycle, update: Update) -> dict[str, int]:
+    def _rows_by_source(self, cycle: OpenCycle, update: Update) -> dict[str, int]:
         names = self.data.source_names
         counts = np.bincount(cycle.rows.sources_of(update.first_row, update.last_row), minlength=len(names))
         return {name: int(count) for name, count in zip(names, counts, strict=True)}
@@ -214,7 +218,7 @@ class Trainer:
 
     # ---- data ------------------------------------------------------------------------------------------------------
 
-    def _open_cycle(self) -> _OpenCycle | None:
+    def _open_cycle(self) -> OpenCycle | None:
         """The cycle of the next row, waiting for it if it is not prepared; None if asked to stop meanwhile."""
         number = self.state.position.cycle
         if self._cycle is not None:
@@ -222,11 +226,12 @@ class Trainer:
         self._set_length(self.settings.row_tokens_at(number))
         if not self._wait_for_cycle(number):
             return None
-        rows = CycleRows.open(self.data, number, self._row_tokens)
-        order = CycleOrder(number, self._row_tokens, rows.manifest_sha256, rows.order_digest)
-        refuse_other_order(self.state, order, str(self.data.work))
-        self._cycle = _OpenCycle(rows, RowFeed(rows), order)
-        self.beat("training")
+        self._cycle = cycle = self._ahead.take(self.data, number, self._row_tokens)
+        refuse_other_order(self.state, cycle.order, str(self.data.work))
+        if cycle.doubtful or cycle.check.wait(HASHING_BEAT_S):
+            self._wait_for_hashes(cycle, "training")
+            self._refuse_damaged()
+        self.beat("training" if self._row_tokens in self._captured else "capturing")
         return self._cycle
 
     def _wait_for_cycle(self, number: int) -> bool:
@@ -245,8 +250,40 @@ class Trainer:
 
     def _close_cycle(self) -> None:
         if self._cycle is not None:
-            self._cycle.feed.close()
+            self._cycle.close()
             self._cycle = None
+
+    def _look_ahead(self) -> None:
+        """Have the next cycle's files hashed; what is wrong with them is told with the next row."""
+        if self._cycle is not None and self._cycle.check.ended:
+            following = self._cycle.order.cycle + 1
+            problem = self._ahead.look(self.data, following, self.settings.row_tokens_at(following))
+            if problem is not None:
+                self._problems.append(f"cycle {following}, which is next, is damaged: {problem}")
+
+    def _wait_for_hashes(self, cycle: OpenCycle, stage: Stage) -> None:
+        """Wait until a cycle's files are hashed, visibly as long as that gets on."""
+        began, bytes_read = time.monotonic(), -1
+        while not cycle.check.wait(HASHING_BEAT_S):
+            if cycle.check.bytes_read != bytes_read:
+                bytes_read = cycle.check.bytes_read
+                self.beat(stage)
+        if (waited_s := time.monotonic() - began) >= 1:
+            print(f"waited {waited_s:.1f} s for the hashes of cycle {cycle.order.cycle}'s token files", flush=True)
+
+    def _vouch(self) -> None:
+        """Record what is held back, once the cycle's files are hashed. Raises `NeedsOperator` if they are damaged."""
+        if self._cycle is not None:
+            self._wait_for_hashes(self._cycle, "saving")
+        self._record()
+
+    def _refuse_damaged(self) -> None:
+        """Raise what is wrong with the files of the open cycle, if that is known by now."""
+        problem = None if self._cycle is None else self._cycle.check.problem
+        if isinstance(problem, NeedsOperator):
+            raise NeedsOperator(f"{problem}; then run the line again. Nothing that was trained on the damage is kept")
+        if problem is not None:
+            raise problem
 
     def _set_length(self, row_tokens: int) -> None:
         if row_tokens != self._row_tokens:
@@ -292,20 +329,32 @@ class Trainer:
             print("\n".join(["one row through each probe:", *validation_lines(row)]), flush=True)
 
     def _still_validating(self) -> None:
+        if self._heartbeat.stage == "capturing":  # one row through each probe is a part of that
+            return
         if time.time() - self._heartbeat.time >= VALIDATING_BEAT_S:
             self.beat("validating")
 
     def _commit(self, update: int, row: Row) -> None:
-        """Record an update; one that was recorded before is compared with its row."""
+        """Record an update, now or with the first one after the cycle's files are hashed."""
         row["time/wall"] = time.time()
-        found = self.journal.commit(update, row)
-        if found == "different":
-            print(f"u{update}: differs from the row recorded before; both are kept (see `nstrain status`)", flush=True)
-        alarms = self._alarming.alarms(update, row, self._problems)
-        self._problems.clear()
-        validated = any(name.startswith("val_") for name in row)
-        if validated or alarms or update % self.settings.print_every == 0 or row["skipped"] or row["smaller"]:
-            print(printed(update, row, alarms), flush=True)
+        self._held.append((update, row, self._problems))
+        self._problems = []
+        if self._cycle is None or self._cycle.check.ended:
+            self._record()
+
+    def _record(self) -> None:
+        """Record and print what is held back; a row that was recorded before is compared with that."""
+        self._refuse_damaged()
+        for update, row, problems in self._held:
+            found = self.journal.commit(update, row)
+            if found == "different":
+                text = f"u{update}: differs from the row recorded before; both are kept (see `nstrain status`)"
+                print(text, flush=True)
+            alarms = self._alarming.alarms(update, row, problems)
+            validated = any(name.startswith("val_") for name in row)
+            if validated or alarms or update % self.settings.print_every == 0 or row["skipped"] or row["smaller"]:
+                print(printed(update, row, alarms), flush=True)
+        self._held.clear()
 
     def _save_now(self, reason: str) -> None:
         """Have the present state on disk when this returns."""

@@ -154,6 +154,11 @@ def build(settings: ModelSettings, vocab_size: int, device: torch.device | str, 
     return neuronspark.NeuronSpark(config, torch.device(device), seed=seed)
 
 
+def package_directory() -> Path:
+    """The directory of the model package; its name is the package's."""
+    return Path(_package().__path__[0])
+
+
 def kernel_table() -> dict[str, Any]:
     """The launch configurations of the model's kernels in use, for checkpoints; empty for a model without any."""
     table: Mapping[str, Any] = getattr(_package(), "kernel_table", dict)()
@@ -164,6 +169,12 @@ def use_kernels(table: Mapping[str, Any]) -> None:
     """Have the model's kernels run with the launch configurations of an earlier `kernel_table`."""
     if table:
         _package().use_kernels(table)
+
+
+def kernel_operators() -> dict[str, str]:
+    """The operator of each of the model's kernels, by the kernel's name; empty for a package that does not say."""
+    operators: Mapping[str, str] = getattr(_package(), "KERNEL_OPERATORS", {})
+    return dict(operators)
 
 
 def longest_row(settings: RunSettings) -> int | None:

@@ -18,7 +18,7 @@ from nstrain.base.disk import FileLock
 from nstrain.base.errors import Refusal
 from nstrain.data.line import DataLine
 from nstrain.data.order import refuse_row_length
-from nstrain.data.val import ValidationRows
+from nstrain.data.val import ValidationRows, held_out_digest
 from nstrain.gpu.held import HeldGpu
 from nstrain.gpu.lease import this_gpu
 from nstrain.gpu.readings import GpuSource, gpu_of
@@ -144,16 +144,18 @@ def _make_trainer(
     found = load_newest_good(paths, warn=lambda message: print(message, flush=True))
     newest, checkpoint = found or (None, None)
     refuse_lost_checkpoints(paths, newest, journal.last_update())
-    state = LineState(Position(0, 1, 0), 0, FIRST_GENERATION, None)
+    held_out = held_out_digest(data)
+    state = LineState(Position(0, 1, 0), 0, FIRST_GENERATION, None, held_out=held_out)
     if checkpoint is not None:
         state = LineState.from_json(checkpoint.state)
-        before, changes = state.changes, refuse_other_line(checkpoint.state, settings, str(newest))
+        before = state.changes
+        changes = refuse_other_line(checkpoint.state, settings, str(newest), held_out)
         for change in changes.applied[len(before.applied) :]:
             print(f"changed on purpose after update {change.update}: {change.describe()}", flush=True)
-        state = dataclasses.replace(state, changes=changes)
+        state = dataclasses.replace(state, changes=changes, held_out=held_out)
         refuse_other_manifest(state, data)
-        for library in changed_libraries(checkpoint.state):
-            print(f"the line's libraries changed, its bits may: {library}", flush=True)
+        for difference in changed_libraries(checkpoint.state, settings.device):
+            print(f"what the line is computed with has changed, its bits may: {difference}", flush=True)
     else:
         use_kernels(tuned_kernels(paths))
     model = build(settings.model, data.vocab_size, settings.device, settings.seed)

@@ -27,6 +27,7 @@ from nstrain.data.consumers import write_consumer
 from nstrain.line.background import BackgroundWriter
 from nstrain.line.paths import LinePaths
 from nstrain.line.retention import apply_retention, remove_set_aside
+from nstrain.line.room import ROOM_BESIDE_BYTES
 from nstrain.line.tensor_file import tensor_file_size
 from nstrain.settings.run import CheckpointSettings, RunSettings
 from nstrain.train.checkpointing import LineState, make_checkpoint
@@ -34,9 +35,6 @@ from nstrain.train.engine import Engine
 from nstrain.train.flat import FlatParameters
 from nstrain.train.host_copy import HostCopy, kinds_ever, open_host_copy
 from nstrain.train.plan import Update
-
-ROOM_BESIDE_BYTES = 16 << 20
-"""What is to stay free beside the next checkpoint, for the journal and the log of the updates up to it."""
 
 
 def save_reason(
@@ -73,10 +71,20 @@ class Saver:
     """
 
     def __init__(
-        self, paths: LinePaths, settings: RunSettings, work: Path, engine: Engine, say: Callable[[str], None] = say_now
+        self,
+        paths: LinePaths,
+        settings: RunSettings,
+        work: Path,
+        engine: Engine,
+        say: Callable[[str], None] = say_now,
+        vouch: Callable[[], None] = lambda: None,
     ) -> None:
-        """`work` is the data line's directory; `say` takes lines for the log, also from the writer's thread."""
+        """`work` is the data line's directory; `say` takes lines for the log, also from the writer's thread.
+
+        `vouch()` is called before a state is taken, and raises if it must not be saved.
+        """
         self._paths, self._settings, self._work, self._engine, self._say = paths, settings, work, engine, say
+        self._vouch = vouch
         self._writer = BackgroundWriter(paths, self._committed)
         self._copy: HostCopy | None = None
         self._needed_bytes = room_for(engine.flat)
@@ -95,8 +103,9 @@ class Saver:
         """
         if newest is not None:
             self._saved_update, self.newest = state.position.update, newest.name
-            # Killed between a commit and this entry, the last launch left it one checkpoint behind.
+            # Killed between a commit and what follows it, the last launch left that undone.
             self._write_consumer(state.position.cycle, state.position.row, state.tokens)
+            remove_set_aside(self._paths, state.position.update)
         else:
             self._refuse_full_disk("the line does not begin")
         began = time.monotonic()
@@ -116,6 +125,7 @@ class Saver:
     def save(self, state: LineState, reason: str) -> None:
         """Have the engine's state written, after a write that is under way; the line may train on at once."""
         assert self._copy is not None, "a saver is opened before it saves"
+        self._vouch()
         began = time.monotonic()
         self._writer.wait()  # the host copy is the writer's until then
         taken = self._copy.take()
@@ -181,7 +191,8 @@ class Saver:
         took_s = time.monotonic() - self._began
         self._write_consumer(state["position"]["cycle"], state["position"]["row"], state["tokens"])
         gone = apply_retention(self._paths, self._settings.checkpoints.keep_last)
-        gone += [f"{self._paths.set_aside.name}/{name}" for name in remove_set_aside(self._paths, state["update"])]
+        passed = None if state["reason"] == "end" else state["update"]
+        gone += [f"{self._paths.set_aside.name}/{name}" for name in remove_set_aside(self._paths, passed)]
         self.newest = path.name
         size = human_bytes(sum(file.stat().st_size for file in path.iterdir()))
         removed = f"; removed {', '.join(gone)}" if gone else ""

@@ -38,16 +38,15 @@ def _gone(shape: str, way: float) -> float:
     return math.sqrt(way)
 
 
-def weight_decay(settings: OptimizerSettings, batch_tokens: int) -> float:
+def weight_decay(settings: OptimizerSettings, update_tokens: int) -> float:
     """The decoupled weight decay (before it is multiplied by the rate) of an update.
 
-    `batch_tokens` is what the ramp says at the position before the update: the smaller update at a cycle's end decays
-    like its neighbours. With `weight_decay_batch` set the decay is in proportion to the batch, so that a token's worth
-    of training decays the weights equally all along the ramp.
+    With `weight_decay_batch` set the decay is in proportion to the update's own tokens, so that a token's worth of
+    training decays the weights equally all along the ramp, and in the smaller update at a cycle's end too.
     """
     if settings.weight_decay_batch is None:
         return settings.weight_decay
-    return settings.weight_decay * (batch_tokens / settings.weight_decay_batch)
+    return settings.weight_decay * (update_tokens / settings.weight_decay_batch)
 
 
 def ema_step(settings: EmaSettings | None, update: Update) -> float | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nstrain.base.errors import NstrainError, Refusal
+from nstrain.base.logs import rotate
 from nstrain.base.units import human_seconds
 from nstrain.supervise.children import DeathPipe, describe_exit
 
@@ -72,6 +73,7 @@ class _Process:
         self._parent = DeathPipe()
         self._report, report_end = os.pipe()
         self._log = log
+        rotate(log)  # a trial's life has a limit, so it need not be done while it prints
         with log.open("ab") as output:
             self._log_start = output.tell()
             try:

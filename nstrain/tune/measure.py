@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 import platform
 import re
 import statistics
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,11 +35,13 @@ from nstrain.train.model import (
     build,
     kernel_table,
     longest_row,
+    package_directory,
     parameter_places,
     refuse_long_rows,
     use_kernels,
 )
 from nstrain.train.opening import make_engine
+from nstrain.train.versions import code_digest, triton_version
 from nstrain.tune.records import Measurement, Shape
 from nstrain.tune.trial import Report
 
@@ -89,8 +89,8 @@ def machine(settings: RunSettings, vocabulary: int) -> dict[str, Any]:
         "device": f"CPU, {platform.machine()}, {settings.threads} threads",
         "uuid": None,
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "versions": {"nstrain": nstrain.__version__, "torch": torch.__version__, "triton": _triton_version()},
-        "code": _code_digest(model),
+        "versions": {"nstrain": nstrain.__version__, "torch": torch.__version__, "triton": triton_version()},
+        "code": _code_digest(),
     }
     if settings.device == "cuda":
         from nstrain.gpu.lease import this_gpu
@@ -101,23 +101,10 @@ def machine(settings: RunSettings, vocabulary: int) -> dict[str, Any]:
     return facts
 
 
-def _triton_version() -> str | None:
-    try:
-        import triton
-    except ImportError:
-        return None
-    return str(triton.__version__)
-
-
-def _code_digest(model: Any) -> str:
-    """SHA-256 over the files that a trial runs: the model's package and the trainer's."""
-    package = sys.modules[type(model).__module__.partition(".")[0]]
+def _code_digest() -> str:
+    """A digest of the files that a trial runs: the model's package and the trainer's."""
     trainer = Path(nstrain.__file__).parent
-    digest = hashlib.sha256()
-    for directory in (Path(package.__path__[0]), trainer / "train", trainer / "gpu", trainer / "tune"):
-        for path in sorted(directory.rglob("*.py")):
-            digest.update(f"{path.relative_to(directory)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
+    return code_digest(package_directory(), trainer / "train", trainer / "gpu", trainer / "tune")
 
 
 def measure(

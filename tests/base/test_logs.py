@@ -68,6 +68,20 @@ def test_writers_change_over_and_no_line_is_lost(tmp_path: Path) -> None:
     assert log.read_text(), "nobody changed over"
 
 
+def test_a_process_of_its_own_log_bounds_it(tmp_path: Path) -> None:
+    log = tmp_path / "own.out"
+    rotating = WRITER.replace(
+        "log.follow(0.01)", "nstrain.base.logs.rotate.__defaults__ = (500,)\nlog.follow(0.01, True)"
+    )
+    with log.open("ab") as output:
+        command = [sys.executable, "-c", "import nstrain.base.logs\n" + rotating, str(log), "a", "400"]
+        subprocess.run(command, stdout=output, check=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own.out", "own.out.1"]
+    last = [line for path in (old_log(log), log) for line in path.read_text().splitlines()]
+    assert last == [f"a {number}" for number in range(400 - len(last), 400)], "the newest lines, whole and in order"
+    assert len(last) < 400
+
+
 def test_output_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "run.log").touch()
     ran = subprocess.run(

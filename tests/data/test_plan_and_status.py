@@ -21,6 +21,7 @@ from data_helpers import (
     write_tree,
 )
 from mixed_line import mixed_line
+from sized_checkpoints import make_sized_line, put_sized
 from typer.testing import CliRunner
 
 from nstrain.base.errors import Refusal
@@ -179,6 +180,62 @@ def test_no_file_of_a_source_is_read_for_it(used_up: tuple[DataLine, int], tmp_p
     (copy.work / "line.json").write_text(json.dumps(value))
     shutil.rmtree(copy.work / "open")
     assert planned(DataLine.open(copy.work)) == expected
+
+
+def test_it_tells_about_how_much_a_cycle_opens(used_up: tuple[DataLine, int], tmp_path: Path) -> None:
+    """Against what was opened for it; a file more or less a stratum, since their sizes are estimates."""
+    line, refused = used_up
+    file_tokens = max(s["opened_tokens"] / s["next_file"] for s in manifest_of(line, 1)["after"]["web"]["strata"])
+
+    def opened(states: list[dict[str, Any]]) -> int:
+        return sum(int(state["opened_tokens"]) for state in states)
+
+    before, seen = 0, []
+    for cycle in range(1, refused):
+        plan = planned(as_after(line, tmp_path, cycle - 1))
+        shutil.rmtree(tmp_path / "line")
+        actual = opened(manifest_of(line, cycle)["sources"]["web"]["opened"]) - before
+        before += actual
+        assert plan.opens_bytes == 2 * by_name(plan)["web"].opens_tokens
+        assert abs(plan.opens_bytes / 2 - actual) <= 2 * 3 * file_tokens
+        seen.append(plan.opens_bytes / 2)
+    assert 1 - 3 * TOLERANCE <= sum(seen) / before <= 1, "on the average it is nearer"
+    assert seen[0] > 960, "whole files are opened, and more of them than the cycle takes"
+
+
+def test_it_tells_what_checkpoints_will_take(tmp_path: Path, tokenizer: Path) -> None:
+    line = mixed_line(tmp_path, tokenizer, cycles=3)
+    paths = make_sized_line(tmp_path / "run", keep_last=1)
+    make_sized_line(tmp_path / "fresh")
+    for name in ("run", "fresh", "gone"):
+        write_consumer(line.work, name, 1, 0, 0, tmp_path / name)
+    put_sized(paths, 0, 3 << 20, cycle=1, kept=True)
+    put_sized(paths, 10, 3 << 20, cycle=2, kept=True)
+
+    def shown() -> str:
+        done = CliRunner().invoke(app, ["plan", "--work", str(line.work)])
+        assert done.exit_code == 0, done.output
+        return " ".join(done.output.split())
+
+    found = {plan.run: plan for plan in planned(line).checkpoints}
+    assert list(found) == [str(tmp_path / "fresh"), str(paths.root)], "of one that is gone nobody knows anything"
+    of_run = found[str(paths.root)]
+    assert (of_run.forecast.kept, of_run.kept_bytes, of_run.forecast.kept_to_come) == (2, 6 << 20, 2)
+    assert of_run.forecast.end_bytes == (2 + 1) * (3 << 20), "two ends of cycles, and a rolling one beside them"
+    text = shown()
+    assert f"checkpoints of {paths.root}: 2 kept (6.0 MiB), 9.0 MiB more at most up to the schedule's end;" in text
+    assert f"checkpoints of {tmp_path / 'fresh'}: none yet" in text
+    assert "opened files: about" in text
+    (line.work / "downloads" / "tree" / "deep").mkdir(parents=True)
+    (line.work / "downloads" / "tree" / "deep" / "file").write_bytes(bytes(2048))
+    assert ", and 2.0 KiB fetched" in shown()
+    value = json.loads(CliRunner().invoke(app, ["plan", "--work", str(line.work), "--json"]).stdout)
+    assert (value["downloads_bytes"], value["open_bytes"]) == (2048, 0)
+    assert value["checkpoints"][1]["forecast"]["end_bytes"] == 9 << 20
+    prepare(line)
+    text = shown()
+    assert "every cycle of the schedule is prepared" in text
+    assert "9.0 MiB more at most up to the schedule's end" in text, "training goes on, and keeps them"
 
 
 # ------------------------------------------------------------------ the past

@@ -6,14 +6,18 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from data_helpers import contents, make_line, prepare, prepared, prose_tree, source, start_preparer, write_tree
 
+from nstrain.base.detach import start_in_background
 from nstrain.base.errors import DiskFull, Exhausted, ExitCode, NstrainError, Refusal
+from nstrain.base.logs import ROTATE_BYTES, old_log
 from nstrain.data import cycles as cycles_module
 from nstrain.data.consumers import Consumer, read_consumers, write_consumer
 from nstrain.data.cycles import cycles_on_disk
@@ -191,6 +195,29 @@ def test_a_second_one_waits_for_an_orphan_that_is_about_to_go(line: DataLine) ->
     assert second.returncode == 0
 
 
+LOOKS_OFTEN = """
+import nstrain.base.logs
+nstrain.base.logs.FOLLOW_S = 0.02
+from nstrain.data.preparer import main
+raise SystemExit(main())
+"""
+
+
+def test_in_the_background_it_bounds_its_log(line: DataLine, tmp_path: Path) -> None:
+    output = tmp_path / "preparer.out"
+    command = [sys.executable, "-c", LOOKS_OFTEN, str(line.work), "--workers", "0"]
+    begun = start_in_background(command, output)
+    assert begun.exit_code is None, begun.words
+    wait_for(lambda: stage_of(line, begun.pid) == "waiting_consumer")
+    os.truncate(output, ROTATE_BYTES + 1)
+    wait_for(lambda: old_log(output).exists() and output.exists())
+    os.kill(begun.pid, signal.SIGTERM)
+    os.waitpid(begun.pid, 0)
+    wait_for(lambda: "preparer: stopped" in output.read_text())
+    assert output.stat().st_size < 1000
+    assert old_log(output).stat().st_size > ROTATE_BYTES
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it(line: DataLine, number: int) -> None:
     child = start_preparer(line.work)
@@ -340,6 +367,41 @@ def test_no_room_for_its_own_records_is_waited_for_too(line: DataLine, monkeypat
     assert failures == 0
     assert "waiting_disk" in [s.stage for s in seen]
     assert cycles_on_disk(line) == [1, 2]
+
+
+def test_a_wait_for_the_disk_is_one_however_often_it_tries(line: DataLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try gets into the cycle and is shown to; `since` and `disk_full_since` are those of the first one's end."""
+    from nstrain.data import preparer as preparer_module
+
+    tries = 0
+    real = preparer_module.prepare_cycle
+
+    def full_at_first(*arguments: Any) -> Any:
+        nonlocal tries
+        if arguments[1] in (2, 3):
+            tries += 1
+            if tries in (1, 2, 3, 5):
+                arguments[3](0.1 + 0.2 * (tries % 2))
+                raise DiskFull("no room")
+        return real(*arguments)
+
+    monkeypatch.setattr(preparer_module, "DISK_RETRY_S", 0.05)
+    monkeypatch.setattr(preparer_module, "POLL_S", 0.01)
+    monkeypatch.setattr(preparer_module, "SHOW_EVERY_S", 0.0)
+    monkeypatch.setattr(preparer_module, "prepare_cycle", full_at_first)
+    seen: list[PreparerStatus] = []
+    assert run_preparer(line.work, until_cycle=4, on_status=seen.append, workers=0) == ExitCode.DONE
+    waits = [s for s in seen if s.stage == "waiting_disk"]
+    assert [s.cycle for s in waits] == [2, 2, 2, 3]
+    assert waits[0].since == waits[1].since == waits[2].since < waits[3].since
+    assert all(s.disk_full_since == s.since for s in waits)
+    assert [s.disk_full_tries for s in waits] == [1, 2, 3, 1], "a sign of life"
+    for cycle, since in ((2, waits[0].since), (3, waits[3].since)):
+        first = seen.index(waits[0] if cycle == 2 else waits[3])
+        tried = [s for s in seen[first:] if s.cycle == cycle and s.stage == "preparing"]
+        assert tried
+        assert all(s.disk_full_since == since for s in tried), "until the cycle is finished it may be full again"
+    assert {s.disk_full_since for s in seen if s.cycle in (1, 4)} == {None}
 
 
 def test_the_lock_is_given_back_after_an_error(line: DataLine) -> None:

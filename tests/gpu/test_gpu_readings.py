@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -252,6 +254,15 @@ def test_a_lease_or_a_process_in_the_way(card: FakeCard, foreign: int) -> None:
     held(card)
     with pytest.raises(GpuTaken):
         held(card)
+
+
+def test_a_look_at_the_lease_is_no_holder(card: FakeCard) -> None:
+    """A line that waits looks every second whether the lease is held, which takes it for an instant."""
+    lease = gpu_lease(UUID, card.source.leases)
+    looks = os.open(lease.path, os.O_RDONLY)
+    fcntl.flock(looks, fcntl.LOCK_SH)
+    threading.Timer(0.1, os.close, [looks]).start()
+    assert seen(held(card), 1) is None
 
 
 def test_unknown_is_not_free(card: FakeCard) -> None:

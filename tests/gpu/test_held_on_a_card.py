@@ -15,7 +15,7 @@ from nstrain.gpu.held import HeldGpu
 from nstrain.gpu.lease import this_gpu
 from nstrain.gpu.readings import READER_COMMAND, GpuSource
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.card_alone]
 
 FOREIGN = "import torch, time; x = torch.zeros(1 << 30, device='cuda'); print('on', flush=True); time.sleep(600)"
 WAIT_S = 60.0

@@ -117,24 +117,33 @@ def test_garbage_under_the_name_that_a_deletion_uses_does_not_stop_it(paths: Lin
 # ---- rolled back -----------------------------------------------------------------------------------------------------
 
 
-def test_a_rollback_sets_aside_what_came_later_and_it_goes_once_the_line_is_beyond_it(
+def test_a_rollback_sets_aside_what_came_later_and_it_goes_once_the_line_is_as_far(
     paths: LinePaths, make_checkpoint: Any
 ) -> None:
-    """Numbers decide: u9 < u10 < u100; one that is as far as the newest set aside is not beyond it."""
+    """Numbers decide: u9 < u10 < u100; one that is as far as the newest set aside has replaced it."""
     for update in (9, 10, 99, 100):
         write_checkpoint(paths, make_checkpoint(update, kept=update in (10, 100)))
     assert set_aside_later(paths, 9) == ["u00000010", "u00000099", "u00000100"]
     assert newest_good(paths) == paths.checkpoint(9)
     assert paths.checkpoint_updates() == [9]
     load_checkpoint(paths.set_aside / "u00000099")
-    for update in (10, 99, 100):
+    for update in (10, 99):
         write_checkpoint(paths, make_checkpoint(update, seed=1))
         assert remove_set_aside(paths, update) == []
         assert find_set_aside(paths) == {"u00000010": 10, "u00000099": 99, "u00000100": 100}
-    write_checkpoint(paths, make_checkpoint(101, seed=1))
-    assert remove_set_aside(paths, 101) == ["u00000010", "u00000099", "u00000100"]
+    write_checkpoint(paths, make_checkpoint(100, seed=1))
+    assert remove_set_aside(paths, 100) == ["u00000010", "u00000099", "u00000100"]
     assert not paths.set_aside.exists()
     assert remove_set_aside(paths, 102) == []
+
+
+def test_at_a_lines_end_it_goes_though_that_came_earlier(paths: LinePaths, make_checkpoint: Any) -> None:
+    """With larger batches after the rollback the same schedule ends with a lower number."""
+    for update in (10, 20):
+        write_checkpoint(paths, make_checkpoint(update))
+    set_aside_later(paths, 10)
+    assert remove_set_aside(paths, 15) == []
+    assert remove_set_aside(paths, None) == ["u00000020"]
 
 
 def test_two_rollbacks_from_the_same_update_keep_both(paths: LinePaths, make_checkpoint: Any) -> None:
@@ -145,8 +154,8 @@ def test_two_rollbacks_from_the_same_update_keep_both(paths: LinePaths, make_che
     assert find_set_aside(paths) == {"u00000020": 20, "u00000020.2": 20, "u00000020.3": 20}
     seeds = [load_checkpoint(paths.set_aside / name).state["settings"]["seed"] for name in find_set_aside(paths)]
     assert seeds == [1, 2, 3]
-    assert remove_set_aside(paths, 20) == []
-    assert len(remove_set_aside(paths, 21)) == 3
+    assert remove_set_aside(paths, 19) == []
+    assert len(remove_set_aside(paths, 20)) == 3
 
 
 def test_a_rollback_to_the_newest_or_to_none_moves_nothing(paths: LinePaths, make_checkpoint: Any) -> None:

@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_card import UUID, FakeCard
+from sized_checkpoints import make_sized_line, put_sized
 
 from nstrain.base.errors import Refusal
+from nstrain.data.consumers import write_consumer
+from nstrain.data.line import DataLine
+from nstrain.data.room import bytes_to_open
 from nstrain.line.paths import LinePaths
 from nstrain.ops import check as check_module
 from nstrain.ops.check import Finding, check_line, refuse_failed
@@ -205,17 +210,104 @@ def test_missing_device(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> No
     assert set(failures(paths)) == {"device"}
 
 
+def found(paths: LinePaths, name: str, **options: Any) -> Finding:
+    """What one check found."""
+    return next(finding for finding in check_line(paths.root, **options) if finding.name == name)
+
+
+UNREADABLE = {
+    "no library": ("echo pip install nvidia-ml-py >&2; exit 2", "pip install nvidia-ml-py"),
+    "an error of the driver": ("echo NVML: unknown error >&2; exit 1", "NVML: unknown error"),
+    "something else": ("echo hello", "something else than GPUs"),
+    "no card": ("""echo '{"format": 1, "gpus": []}'""", "this machine's GPUs are none"),
+    "no program": (None, "cannot be started"),
+    "no answer": ("exec sleep 600", "gave no answer"),
+}
+
+
+@pytest.mark.parametrize("how", UNREADABLE)
+def test_a_gpu_that_cannot_be_read(how: str, paths: LinePaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused where the line is to train; a check, which may be made anywhere, says that it cannot tell."""
+    from nstrain.gpu import readings
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(readings.read_gpus, "__defaults__", (0.5,))
+    script, words = UNREADABLE[how]
+    card = FakeCard(tmp_path / "card")
+    card.reads(script)
+    reader = card.source.reader if script is not None else ("/no/such/reader",)
+    monkeypatch.setenv("NSTRAIN_HOST", str(tmp_path / "host.json"))
+    (tmp_path / "host.json").write_text(json.dumps({"gpu_reader": reader}))
+    assert found(paths, "gpu reader", quick=True) == Finding("gpu reader", True, "not needed by a line on the CPU")
+    edit(paths.run_json, lambda value: value.update(device="cuda"))
+    assert set(failures(paths, quick=True)) == {"gpu reader"}
+    assert words in failures(paths, quick=True)["gpu reader"]
+    finding = found(paths, "gpu reader")
+    assert finding.ok is None
+    assert finding.message.startswith("cannot be read here, and `nstrain run` refuses where it cannot: ")
+    assert words in finding.message
+    card.reads()
+    if script is not None:
+        assert failures(paths, quick=True) == {}
+        assert found(paths, "gpu reader").message == f"reads made up, {UUID}"
+
+
+def test_a_program_for_notices_that_cannot_be_run(
+    paths: LinePaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def name(program: str) -> None:
+        (tmp_path / "host.json").write_text(json.dumps({"notify": program}))
+
+    monkeypatch.setenv("NSTRAIN_HOST", str(tmp_path / "host.json"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "host.json").write_text("{}")
+    assert "nobody is told" in found(paths, "notify", quick=True).message
+    program = tmp_path / "tell"
+    program.write_text("#!/bin/sh\n")
+    for wrong in (program, tmp_path / "nothing", tmp_path, "no-such-program"):
+        name(str(wrong))
+        for quick in (True, False):
+            assert set(failures(paths, quick=quick)) == {"notify"}
+            assert (
+                f"field 'notify': expected a program that this user may run, found '{wrong}'"
+                in (failures(paths, quick=quick)["notify"])
+            )
+    program.chmod(0o755)
+    for right in (str(program), "~/tell", "true"):
+        name(right)
+        assert failures(paths, quick=True) == {}
+
+
 def test_disk_estimate(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
     message = next(found.message for found in check_line(paths.root) if found.name == "disk")
     # One at the start, two rolling ones, the next cycle's end: of 1.9M parameters, 12 bytes each. Later two more ends.
-    assert "87.4 MiB more soon (checkpoints of 21.8 MiB and 3 data cycles)" in message
+    assert "87.4 MiB more soon (checkpoints of 21.8 MiB and 3 data cycles with opened files)" in message
     assert "checkpoints up to the schedule's end: 131.0 MiB" in message
+    assert "3 data cycles with opened files); the preparer leaves the checkpoints their part;" in message
     usage = shutil.disk_usage(paths.root)
     monkeypatch.setattr(check_module.shutil, "disk_usage", lambda place: usage._replace(free=100 << 20))
     message = next(found.message for found in check_line(paths.root) if found.name == "disk")
     assert "the schedule's end does NOT fit: its checkpoints take 131.0 MiB, 1 more cycles do" in message
     monkeypatch.setattr(check_module.shutil, "disk_usage", lambda place: usage._replace(free=80 << 20))
     assert "80.0 MiB are free there" in failures(paths)["disk"]
+    monkeypatch.setattr(check_module.shutil, "disk_usage", lambda place: usage)
+    opens = bytes_to_open(DataLine.open(work_of(paths)), 1)
+    assert opens > 0
+    monkeypatch.setattr(check_module, "bytes_to_open", lambda line, cycle: (10 << 20) + opens if cycle == 1 else 0)
+    assert "97.4 MiB more soon" in next(found.message for found in check_line(paths.root) if found.name == "disk")
+
+
+def test_disk_of_a_line_that_is_not_alone_on_its_data_line(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = make_sized_line(paths.root.with_name("other"), keep_last=1)
+    put_sized(other, 0, 1 << 20, kept=True)
+    write_consumer(work_of(paths), "other", 1, 0, 0, other.root)
+    message = next(found.message for found in check_line(paths.root) if found.name == "disk")
+    # Three more of the other's, 1 MiB each, and 32 MiB beside them.
+    beside = f"room for the next checkpoints of {other.root})"
+    assert f"122.4 MiB more soon (checkpoints of 21.8 MiB and 3 data cycles with opened files and {beside}" in message
+    usage = shutil.disk_usage(paths.root)
+    monkeypatch.setattr(check_module.shutil, "disk_usage", lambda place: usage._replace(free=120 << 20))
+    assert f"{beside}, 120.0 MiB are free there" in failures(paths)["disk"]
 
 
 def test_rates_that_teach_nothing_and_an_average_that_never_begins(paths: LinePaths) -> None:

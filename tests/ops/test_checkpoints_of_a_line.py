@@ -24,7 +24,7 @@ from nstrain.line.checkpoint import Checkpoint, newest_good, write_checkpoint
 from nstrain.line.paths import LinePaths
 from nstrain.line.retention import set_aside_later
 from nstrain.line.state_files import Heartbeat, SupervisorState, write_heartbeat, write_supervisor
-from nstrain.ops.checkpoints import checkpoints_of, forecast, remove, thin
+from nstrain.ops.checkpoints import checkpoints_of, forecast, remove, remove_aside, thin
 from nstrain.ops.status import status
 from nstrain.ops.status_page import render
 from nstrain.settings.model import dump
@@ -91,10 +91,28 @@ def test_thinning_leaves_every_nth_cycle_and_whatever_is_no_plain_end_of_one(lin
     save(line, 70)
     assert [item.update for item in thin(line.root, 2).checkpoints] == [10, 50]
     assert line.checkpoint_updates() == [0, 20, 30, 40, 45, 47, 60, 70], "70 is the newest, 30 changes the length"
-    assert [item.update for item in thin(line.root, 100).checkpoints] == [20, 40]
+    assert [item.update for item in thin(line.root, 100).checkpoints] == [20, 40, 60], "60 was the end once"
     assert thin(line.root, 100).checkpoints == ()
     with pytest.raises(Refusal, match="expected a number from 1"):
         thin(line.root, 0)
+
+
+def test_a_lines_end_stays_until_the_schedule_has_grown(line: LinePaths) -> None:
+    save(line, 60)
+    assert [item.update for item in thin(line.root, 100).checkpoints] == [10, 20, 40, 50]
+    assert line.checkpoint_updates() == [0, 30, 45, 47, 60]
+
+
+def test_what_was_set_aside_is_removed_if_a_person_says_so(line: LinePaths) -> None:
+    set_aside_later(line, 40)
+    os.rename(line.set_aside / "u00000050", line.set_aside / "before-the-spike")
+    removed = remove_aside(line.root)
+    assert [item.name for item in removed.checkpoints] == ["u00000045", "u00000047"]
+    assert removed.bytes > 0
+    assert [path.name for path in line.set_aside.iterdir()] == ["before-the-spike"], "a person's"
+    assert line.checkpoint_updates() == [0, 10, 20, 30, 40]
+    with FileLock(line.trainer_lock).acquire("the trainer"), pytest.raises(Refusal, match="thinned"):
+        remove_aside(line.root)
 
 
 def test_what_was_set_aside_is_listed_and_left(line: LinePaths) -> None:
@@ -142,6 +160,12 @@ def test_the_command(line: LinePaths) -> None:
     assert "cycle_end 5" in shown
     assert "give one of them" in command("--remove", "20", "--thin", "2", code=2)
     assert "goes on from it" in command("--remove", "50", code=2)
+    assert "give one of them" in command("--set-aside", "--thin", "2", code=2)
+    set_aside_later(line, 40)
+    assert "set-aside/u00000050" in command()
+    shown = command("--set-aside")
+    assert "removed: u00000047, u00000050" in shown
+    assert "set-aside/" not in shown
 
 
 def test_status_says_that_checkpoints_stop_the_line(line: LinePaths) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from sized_checkpoints import put_sized
+from small_disk import small_disk
 from small_lines import CYCLE_TOKENS, CYCLES, ROW_TOKENS, UPDATE_TOKENS
 
 from nstrain.base.disk import atomic_write_json
@@ -23,7 +26,15 @@ from nstrain.base.process import ProcessId, identify, this_process
 from nstrain.data.preparer import PreparerStatus, run_preparer
 from nstrain.line.branches import add_branch, new_branch
 from nstrain.line.paths import LinePaths
-from nstrain.line.state_files import Heartbeat, SupervisorState, request_stop, write_heartbeat, write_supervisor
+from nstrain.line.room import ROOM_BESIDE_BYTES
+from nstrain.line.state_files import (
+    Heartbeat,
+    SupervisorState,
+    read_stop,
+    request_stop,
+    write_heartbeat,
+    write_supervisor,
+)
 from nstrain.ops.lines import find_lines, lines_root
 from nstrain.ops.status import Status, status
 from nstrain.ops.status_page import render, watch_page
@@ -274,6 +285,44 @@ def test_disk_use_and_ready_cycles(paths: LinePaths) -> None:
     assert look.disk.free_bytes > 0
 
 
+def test_the_room_that_the_preparer_leaves_is_shown(paths: LinePaths) -> None:
+    look = status(paths.root)
+    assert (look.disk.reserved_bytes, "preparer leaves" in page(look)) == (0, False), "it has no checkpoint yet"
+    put_sized(paths, 0, 1 << 20, kept=True)
+    look = status(paths.root)
+    assert look.disk.reserved_bytes == (4 << 20) + 2 * ROOM_BESIDE_BYTES, "two rolling ones, a cycle's end, one more"
+    assert "36.0 MiB of it the preparer leaves for checkpoints" in " ".join(page(look).split())
+    put_sized(paths, 24, 1 << 20, cycle=CYCLES + 1, kept=True)
+    assert status(paths.root).disk.reserved_bytes == 0, "it is done"
+
+
+def test_a_data_line_on_another_disk_leaves_no_room(paths: LinePaths, tmp_path: Path) -> None:
+    put_sized(paths, 0, 1 << 20, kept=True)
+    with small_disk(tmp_path / "disk", 8) as disk:
+        shutil.copy(work_of(paths) / "line.json", disk)
+        value = json.loads(paths.run_json.read_text())
+        value["data"]["work"] = str(disk)
+        paths.run_json.write_text(json.dumps(value))
+        look = status(paths.root)
+    assert (look.tokens_total, look.disk.reserved_bytes) == (TOTAL_TOKENS, 0)
+
+
+def test_the_disk_by_kind_has_all_that_a_line_and_its_data_line_hold(paths: LinePaths) -> None:
+    """The two that can be tens of GB among them: opened files, and those that are fetched."""
+    for place, size in (
+        (paths.tune / "trials.log", 3 << 10), (work_of(paths) / "cycles" / "000001" / "prose.bin", 5 << 10),
+        (work_of(paths) / "open" / "prose" / "00000-0000000-ab.tokens", 7 << 10),
+        (work_of(paths) / "downloads" / "prose" / "data" / "part" / "1.parquet", 9 << 10),
+    ):  # fmt: skip
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(bytes(size))
+    disk = status(paths.root).disk
+    assert (disk.tune_bytes, disk.cycles_bytes, disk.opened_bytes) == (3 << 10, 5 << 10, 7 << 10)
+    assert disk.downloads_bytes == 9 << 10
+    text = " ".join(page(status(paths.root)).split())
+    assert "tune 3.0 KiB, data cycles 5.0 KiB, opened files 7.0 KiB, fetched files 9.0 KiB" in text
+
+
 def test_losses_have_a_course_and_a_trend(paths: LinePaths) -> None:
     record(paths, 100, loss=4.0)
     assert status(paths.root).loss_trend == 0.0
@@ -306,6 +355,66 @@ def test_rolled_back_and_branched_lines_say_so(paths: LinePaths) -> None:
     text = page(look)
     assert "rolled back once" in text
     assert "branches" in text
+
+
+def make_new_branch(paths: LinePaths) -> None:
+    """What `nstrain branch` leaves of a line: its parent's record up to the end of cycle 3, a checkpoint in cycle 1."""
+    record(paths, 24)
+    shutil.move(paths.journal, paths.root / "parent.db")
+    with Journal.open_for_reading(paths.root / "parent.db") as parent:
+        Journal.make_branch(paths.journal, parent, 24)
+    save(paths, 24)
+    place = paths.checkpoint(24) / "state.json"
+    atomic_write_json(place, {**json.loads(place.read_text()), "position": {"cycle": 1, "row": 0}})
+
+
+def test_a_new_branch_stands_in_its_own_first_cycle(paths: LinePaths) -> None:
+    make_new_branch(paths)
+    look = status(paths.root)
+    assert (look.state, look.update, look.cycle, look.loss) == ("new", 24, 1, 2.5)
+    assert look.reason == f"it has not been run yet; `nstrain run {paths.root}` goes on from update 24"
+    assert f"cycle 1 of {CYCLES}" in page(look)
+
+
+@pytest.mark.parametrize("stage", [None, "starting", "waiting_data"])
+def test_a_branch_can_be_stopped_at_its_first_cycle_before_it_has_trained(paths: LinePaths, stage: str | None) -> None:
+    """Its record's last row is of the parent's cycle 3: nothing of that is behind it in its own data line."""
+    make_new_branch(paths)
+    supervise(paths, trainer_pid=os.getpid())
+    if stage is not None:
+        cycle = 3 if stage == "starting" else None
+        beat(paths, os.getpid(), stage=stage, update=24, tokens=24 * UPDATE_TOKENS, cycle=cycle, cycle_progress=cycle)
+    look = status(paths.root)
+    assert (look.cycle, look.cycle_progress) == (1, None)
+    assert not stop_line(paths.root, 0, at_cycle_end=1).ended
+    stop = read_stop(paths)
+    assert stop is not None
+    assert stop.at_cycle_end == 1
+
+
+def test_a_line_that_starts_again_after_a_rollback_stands_at_its_checkpoint(paths: LinePaths) -> None:
+    """The heartbeat of a start repeats the one before it, which was of the continuation that was given up."""
+    record(paths, 20)
+    save(paths, 3)
+    place = paths.checkpoint(3) / "state.json"
+    atomic_write_json(place, {**json.loads(place.read_text()), "position": {"cycle": 1, "row": 24}})
+    with Journal.open(paths.journal, METRICS_VERSION) as journal:
+        journal.begin_generation(4)
+    supervise(paths, trainer_pid=os.getpid())
+    beat(paths, os.getpid(), stage="starting", update=20, tokens=20 * UPDATE_TOKENS, cycle=3, cycle_progress=0.5)
+    look = status(paths.root)
+    assert (look.update, look.cycle, look.cycle_progress) == (3, 1, None)
+
+
+def test_a_done_line_that_was_rolled_back_says_that(paths: LinePaths, dead_process: ProcessId) -> None:
+    record(paths, 24)
+    save(paths, 8)
+    write_supervisor(paths, SupervisorState(dead_process, time.time(), 1, outcome="done"))
+    with Journal.open(paths.journal, METRICS_VERSION) as journal:
+        journal.begin_generation(9)
+    look = status(paths.root)
+    assert (look.state, look.update) == ("stopped", 8)
+    assert look.reason == f"it was rolled back since it was done; `nstrain run {paths.root}` goes on from update 8"
 
 
 def test_a_branchs_schedule_counts_on_from_its_fork(paths: LinePaths) -> None:

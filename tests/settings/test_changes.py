@@ -46,6 +46,7 @@ FIXED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "ema": (changed("ema", to={"horizon_tokens": 9, "from_tokens": 0}), "ema was None and is now {'horizon_tokens': 9"),
     "optimizer": (changed("optimizer", "beta2", to=0.9), "optimizer.beta2 was 0.95 and is now 0.9"),
+    "validation": (changed("validation", "rows_per_source", to=5), "validation.rows_per_source was 2 and is now 5"),
 }
 
 
@@ -72,6 +73,38 @@ def test_every_fixed_field_is_tested_or_can_never_change() -> None:
         now(changed("id", to="b2"))()
 
 
+@pytest.mark.parametrize(
+    ("rows", "number"), [("rows_per_source", 3), ("probe_rows_per_source", 1), ("long_rows_per_source", 0)]
+)
+def test_which_rows_are_read_is_fixed_and_when_is_free(rows: str, number: int) -> None:
+    """Readings of other rows, or fewer kinds of them, would go on under the same names."""
+    value = changed("validation", rows, to=number)
+    value["validation"]["every_updates"] = 7
+    with pytest.raises(Refusal, match=rf"validation.{rows} was (2|None|4) and is now {number}"):
+        now(value)()
+    done = settle_changes(trained(), settings({**value, "allow_changes": ["validation"]}), "run.json")
+    (change,) = done.applied
+    assert (change.before.keys(), change.after[rows]) == (change.after.keys(), number)
+    assert "every_updates" not in change.before
+
+
+def test_the_held_out_text_is_fixed_unless_its_change_is_meant() -> None:
+    state = {**trained(), "held_out": "aa"}
+    assert settle_changes(state, settings(), "run.json", "aa") == NONE
+    assert settle_changes(trained(), settings(), "run.json", "bb") == NONE, "of before it was recorded"
+    with pytest.raises(Refusal, match=r"held_out was 'aa' and is now 'bb'.*--tokens-per-source of then"):
+        settle_changes(state, settings(), "run.json", "bb")
+    with pytest.raises(Refusal, match=r"seed was 1 and is now 2; held_out was 'aa' and is now 'bb'"):
+        settle_changes(state, settings(changed("seed", to=2)), "run.json", "bb")
+    meant = settings({**BASE, "allow_changes": ["held_out"]})
+    done = settle_changes(state, meant, "run.json", "bb")
+    assert done == Changes((AppliedChange("held_out", 12, 9000, "aa", "bb"),), {"held_out": 1})
+    later = {**trained({**BASE, "allow_changes": ["held_out"]}, done), "held_out": "bb"}
+    assert settle_changes(later, meant, "run.json", "bb") == done
+    with pytest.raises(Refusal, match="held_out was 'bb' and is now 'cc' .its entry in allow_changes was used"):
+        settle_changes(later, meant, "run.json", "cc")
+
+
 def test_all_changed_fields_are_named() -> None:
     value = {**changed("seed", to=2), "threads": 4}
     with pytest.raises(Refusal, match=r"seed was 1 and is now 2; threads was 1 and is now 4"):
@@ -81,7 +114,8 @@ def test_all_changed_fields_are_named() -> None:
 def test_other_fields_may_be_edited() -> None:
     value = copy.deepcopy(BASE)
     value["lengths"] |= {"256": {"micro_rows": 8, "recompute": "all"}}
-    value["validation"] = {"every_updates": 99, "rows_per_source": 5}
+    value["validation"]["every_updates"] = 99
+    value["data"]["ahead_cycles"] = 3
     value |= {"print_every": 1, "checkpoints": {"keep_last": 5}, "guards": {"max_consecutive_skips": 3}}
     now(value)()
 

@@ -13,7 +13,7 @@ import pytest
 
 import nstrain
 from nstrain.base.errors import Refusal
-from nstrain.settings.host import HOST_FILE_VARIABLE, HostSettings, host_file, load_host, place
+from nstrain.settings.host import HOST_FILE_VARIABLE, HostSettings, host_file, load_host
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +38,11 @@ def test_the_file_in_the_home_directory_is_found(own_home: Path) -> None:
     assert load_host().work_root == "/big"
 
 
+def test_a_path_may_begin_in_the_home_directory(own_home: Path) -> None:
+    write(own_home / ".nstrain" / "host.json", {"work_root": "~/lines", "tokenizer": "~/t.json"})
+    assert load_host() == HostSettings(work_root=f"{own_home}/lines", tokenizer=f"{own_home}/t.json")
+
+
 def test_a_named_file_comes_first_and_must_exist(
     own_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +62,8 @@ def test_a_named_file_comes_first_and_must_exist(
         ({"env": {"A": 1}}, "field 'env.A': input should be a valid string, found 1"),
         ({"env": ["A=1"]}, "field 'env'"),
         ({"tokenizer": 3}, "field 'tokenizer'"),
+        ({"work_root": "lines"}, "field 'work_root': expected a path that begins with / or ~, found 'lines'"),
+        ({"tokenizer": "./t.json"}, "field 'tokenizer': expected a path that begins with / or ~"),
         ([], "input should be an object"),
         ({"neuronspark": "/nowhere"}, "field 'neuronspark': expected a directory that holds the package neuronspark/"),
     ],
@@ -127,15 +134,14 @@ print(model_package(), importlib.import_module(model_package()).mine)
     assert child(program, NSTRAIN_HOST=str(path)) == "other True\n"
 
 
-def test_bare_names_lie_under_work_root_and_paths_where_they_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    host = HostSettings(work_root="/big")
-    assert place("line", host) == Path("/big/line")
-    assert place("./line", host) == tmp_path / "line"
-    assert place("a/line", host) == tmp_path / "a" / "line"
-    assert place("/x/line", host) == Path("/x/line")
-    assert place(".", host) == tmp_path
-    assert place("line", HostSettings()) == tmp_path / "line"
-    assert place("~/line", host) == tmp_path / "home" / "line"
+def test_the_reference_names_every_field_and_where_the_file_is() -> None:
+    reference = Path(nstrain.__file__).parents[1] / "docs" / "reference" / "host.md"
+    text = reference.read_text()
+    rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| `")]
+    assert {name.strip("`") for name in rows} >= set(HostSettings.model_fields)
+    assert f"${HOST_FILE_VARIABLE}" in text
+    assert "~/.nstrain/host.json" in text
+    examples = [json.loads(block.partition("```")[0]) for block in text.split("```json\n")[1:]]
+    for example in examples:
+        if "gpus" not in example:
+            HostSettings.model_validate_json(json.dumps(example))

@@ -50,7 +50,7 @@ def test_every_field_says_what_it_means(kind: str) -> None:
 def test_bounds_and_defaults_are_told() -> None:
     found = dict(fields(printed("run")))
     assert found["OptimizerSettings.beta2"]["default"] == 0.95
-    assert found["CheckpointSettings.keep_last"]["minimum"] == 1
+    assert found["CheckpointSettings.keep_last"]["exclusiveMinimum"] == 0
     assert found["RatePiece.shape"]["enum"] == ["constant", "linear", "cosine", "sqrt"]
     assert found["BatchPiece.from"]["minimum"] == 0
 

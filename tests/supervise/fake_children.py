@@ -120,12 +120,12 @@ def trainer(modes: str, paths: LinePaths, parent_fd: int) -> int:
 
 
 def preparer(modes: str, work: Path, parent_fd: int) -> int:
-    """idle | done | refuses | exhausted | crashes | stubborn | full (waits for the disk) | quiet (never says more)"""
+    """idle | done | refuses | exhausted | crashes | stubborn | quiet (never says more)"""
     lock = FileLock(work / "preparer.lock").acquire("the fake preparer's lock", 5.0)
     row = modes.split(",")
     mode = row[min(launch_of(work, "preparer"), len(row)) - 1]
-    stage = {"refuses": "failed", "exhausted": "failed", "full": "waiting_disk"}.get(mode, "waiting_consumer")
-    error = {"refuses": "source prose: is away", "exhausted": "source prose: ran out", "full": "no room"}.get(mode)
+    stage = {"refuses": "failed", "exhausted": "failed"}.get(mode, "waiting_consumer")
+    error = {"refuses": "source prose: is away", "exhausted": "source prose: ran out"}.get(mode)
     value = {"pid": os.getpid(), "stage": stage, "cycle": 2, "progress": 0.0, "since": time.time(), "error": error}
     if mode != "crashes":
         atomic_write_json(work / "preparer.json", value)
@@ -135,7 +135,7 @@ def preparer(modes: str, work: Path, parent_fd: int) -> int:
     if mode == "quiet":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
-    while mode in ("idle", "full", "stubborn") and (mode == "stubborn" or not should_stop(parent_fd)):
+    while mode in ("idle", "stubborn") and (mode == "stubborn" or not should_stop(parent_fd)):
         time.sleep(0.02)
     lock.release()
     return {"refuses": 2, "exhausted": 4, "done": 0}.get(mode, 3)

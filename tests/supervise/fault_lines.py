@@ -14,7 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
 import real_line
-from real_line import CYCLE_TOKENS, STANDIN, UNIT_TOKENS, make_data_line, make_run, prepare
+from real_line import CYCLE_TOKENS, ROOT, STANDIN, UNIT_TOKENS, make_data_line, make_run, prepare
 
 from nstrain.base.disk import atomic_write_json
 from nstrain.data.consumers import write_consumer
@@ -104,8 +104,14 @@ def supervisor(paths: LinePaths, preparer: str = "idle") -> subprocess.Popen[str
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment(),
     )
+
+
+def environment() -> dict[str, str]:
+    """The environment of a line's processes, which find the packages of this tree."""
+    python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
 
 
 def copy_data(template: Path, root: Path) -> DataLine:

@@ -23,10 +23,11 @@ sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 from fake_card import FakeCard
 
 from nstrain.base import killpoints
+from nstrain.base.disk import atomic_write_json
 from nstrain.data.preparer import read_status
-from nstrain.gpu.readings import GpuSource
+from nstrain.gpu.readings import GpuSource, gpu_of
 from nstrain.line.paths import LinePaths
-from nstrain.line.state_files import Heartbeat, Stage, request_stop
+from nstrain.line.state_files import Heartbeat, Stage, read_heartbeat, request_stop
 from nstrain.settings.run import RunSettings, load_run
 from nstrain.train.__main__ import main
 from nstrain.train.stopping import StopRequests
@@ -60,9 +61,9 @@ class FaultCard(FakeCard):
 
 
 def card_of(run: Path) -> Callable[[RunSettings], GpuSource | None]:
-    """The made-up card of a line, if it has one."""
+    """The made-up card of a line, if it has one; else the machine's, of a line that trains there."""
     if not run.with_name(f"{run.name}.card").exists():
-        return lambda settings: None
+        return gpu_of
     source = FaultCard(run).source
     return lambda settings: source
 
@@ -115,6 +116,39 @@ def slow(stage: str) -> None:
         module.write_heartbeat = slowly
 
 
+def in_micro_batch(number: int, do: Callable[[], object]) -> None:
+    """Have it happen in the n-th micro-batch that this process goes through operator by operator.
+
+    On a GPU the first is the warm-up of a capture and the second the capture; the others are replays. When it happens
+    is written beside the line, with the stage that the heartbeat shows then and whether a stream is being captured.
+    """
+    import torch
+
+    from nstrain.train.engine import EagerEngine
+
+    micro_batch: Any = EagerEngine._micro_batch
+    seen = 0
+
+    def disturbed(self: EagerEngine, tokens: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == number:
+            beat = read_heartbeat(LinePaths(RUN))
+            capturing = tokens.is_cuda and torch.cuda.is_current_stream_capturing()
+            note = {"time": time.time(), "stage": None if beat is None else beat.stage, "capturing": capturing}
+            atomic_write_json(RUN.with_name(f"{RUN.name}.disturbed.json"), note)
+            do()
+        micro_batch(self, tokens)
+
+    EagerEngine._micro_batch = disturbed  # type: ignore[method-assign]
+
+
+def terminate_supervisor() -> None:
+    """SIGTERM to the supervisor, and time for it to pass that on."""
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(1.0)
+
+
 def kill_preparer() -> None:
     """Whether there is one."""
     status = read_status(Path(load_run(RUN / "run.json").data.work))
@@ -128,6 +162,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "sigterm": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "sigterm to supervisor": terminate_supervisor,
     "sigstop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": hang,
     "hang deaf": hang_deaf,
@@ -139,6 +174,8 @@ FAULTS: dict[str, Callable[[], object]] = {
     "kill both": lambda: (kill_preparer(), os.kill(os.getpid(), signal.SIGKILL)),
     "others and crash": lambda: (FaultCard(RUN).appear(), crash()),
     **{f"slow {stage}": (lambda stage=stage: slow(stage)) for stage in get_args(Stage)},
+    **{f"{how} in micro-batch {n}": (lambda how=how, n=n: in_micro_batch(n, FAULTS[how]))
+       for how in ("sigterm to supervisor", "stop") for n in (1, 2)},
     **{f"kill in {area} {n}": (lambda where=f"{area}:{n}": killpoints.arm(where))
        for area in ("checkpoint", "journal", "train") for n in range(1, 30)},
 }  # fmt: skip

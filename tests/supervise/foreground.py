@@ -1,11 +1,12 @@
-"""A supervisor as a process of its own: `python foreground.py RUN TRAINER-MODE PREPARER-MODE`.
+"""A supervisor as a process of its own: `python foreground.py RUN TRAINER-MODE PREPARER-MODE [RELAUNCH-S]`.
 
 The modes are those of fake_children.py, "real" for the real child, or "faulty" for the real trainer with the faults
-that are planned for it. It keeps QUICK's pace.
+that are planned for it. It keeps QUICK's pace, but for the seconds before a trainer that failed is launched again.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -43,15 +44,16 @@ def trainer_command(mode: str) -> tuple[str, ...]:
 
 def preparer_command(mode: str) -> tuple[str, ...]:
     """What starts a preparer of that mode, which may be faults of the real one (faulty_preparer.py)."""
-    if mode.startswith(("full while ", "dies ")):
+    if mode.startswith(("full while ", "no room while ", "dies ")):
         return (sys.executable, str(Path(__file__).with_name("faulty_preparer.py")), mode)
     return PREPARER_COMMAND if mode == "real" else (sys.executable, FAKE, "preparer", mode)
 
 
 def main() -> int:
     """Supervise, print what happens, exit as `nstrain run` would."""
-    run, trainer, preparer = sys.argv[1:]
+    run, trainer, preparer, *relaunch_s = sys.argv[1:]
     gpu = gpu_of
+    pace = dataclasses.replace(QUICK, relaunch_s=tuple(map(float, relaunch_s)) or QUICK.relaunch_s)
     if trainer == "faulty":
         from faulty_trainer import card_of
 
@@ -61,7 +63,7 @@ def main() -> int:
         print(text, flush=True)
 
     try:
-        supervisor = Supervisor(Path(run), tell, trainer_command(trainer), preparer_command(preparer), QUICK, gpu)
+        supervisor = Supervisor(Path(run), tell, trainer_command(trainer), preparer_command(preparer), pace, gpu)
         return int(supervisor.run().exit_code)
     except NstrainError as error:
         print(error, file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from supervise_helpers import wait_until, work_of
@@ -96,6 +97,28 @@ def test_what_is_refused_is_said_in_the_terminal(paths: LinePaths, environment: 
     refused = subprocess.run(command("run", paths.root), env=environment, capture_output=True, text=True)
     assert refused.returncode == ExitCode.BAD_CONFIGURATION
     assert "field 'metrics' is 99" in refused.stderr
+    assert not paths.supervisor_json.exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "words"),
+    [
+        ("cuda", {"gpu_reader": ["sh", "-c", "echo pip install nvidia-ml-py >&2; exit 2"]}, "pip install nvidia-ml-py"),
+        ("cuda", {"gpu_reader": ["sh", "-c", "exit 7"]}, "the reader of the GPUs ended with exit code 7"),
+        ("cuda", {"gpu_reader": ["/no/such/reader"]}, "/no/such/reader cannot be started"),
+        ("cpu", {"notify": "/no/such/program"}, "field 'notify': expected a program that this user may run"),
+    ],
+)
+def test_what_the_machine_lacks_is_said_in_the_terminal(
+    paths: LinePaths, host: Path, environment: dict[str, str], device: str, settings: dict[str, Any], words: str
+) -> None:
+    """And not a moment after the line went to the background, where nobody looks."""
+    paths.run_json.write_text(json.dumps(json.loads(paths.run_json.read_text()) | {"device": device}))
+    host.write_text(json.dumps(settings))
+    refused = subprocess.run(command("run", paths.root), env=environment, capture_output=True, text=True)
+    assert refused.returncode == ExitCode.BAD_CONFIGURATION, refused.stdout
+    assert words in refused.stderr
+    assert "in the background" not in refused.stdout
     assert not paths.supervisor_json.exists()
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from supervise_helpers import wait_until
 
 from nstrain.base.errors import Refusal
+from nstrain.base.logs import rotate
 from nstrain.line.paths import LinePaths
 from nstrain.line.state_files import read_supervisor
 from nstrain.supervise import display as display_module
@@ -127,6 +128,58 @@ def test_log_follower_gives_whole_lines(tmp_path: Path) -> None:
         file.write("o\nthree\n")
     assert follower.new_lines() == ["two", "three"]
     assert follower.new_lines() == []
+
+
+def test_log_follower_over_rotations(tmp_path: Path) -> None:
+    """No line is lost, shown twice or cut: also those that a child still writes to the file that was put aside."""
+    log = tmp_path / "log"
+    log.write_text("before it was followed\n")
+    rotate(log, larger_than=0)
+    log.write_text("also before\n")
+    follower = LogFollower(log)
+    child = log.open("a")
+    shown: list[str] = []
+
+    def look() -> None:
+        shown.extend(follower.new_lines())
+
+    written: list[str] = []
+    for number in range(5):
+        for text in (f"line {number} of the log, which is long", f"line {number}b, cut in"):
+            child.write(f"{text}\n" if text.endswith("long") else text)
+            child.flush()
+            written.append(text)
+            if number % 2:
+                look()
+        assert rotate(log, larger_than=0)
+        with log.open("a") as supervisor:
+            supervisor.write(f"the supervisor's {number}\n")
+        if number % 2:
+            look()
+        child.write(" two\n")
+        written[-1] += " two"
+        child.close()
+        written.append(f"the supervisor's {number}")
+        look()
+        child = log.open("a")
+    child.write("the last\n")
+    child.close()
+    look()
+    assert sorted(shown) == sorted([*written, "the last"])
+    assert shown[-1] == "the last"
+
+
+def test_plain_lines_go_on_over_a_rotation(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a service shows of a line that it runs in the foreground: the trainer's lines after the rotation too."""
+    from nstrain.supervise import supervisor as supervisor_module
+
+    paths.run_log.write_text("x" * 20_000 + "\n")
+    monkeypatch.setattr(supervisor_module, "rotate", lambda log: rotate(log, larger_than=10_000))
+    out = io.StringIO()
+    assert run_shown(paths, Console(file=out, width=20), "crashes") == "failed"
+    assert (paths.root / "run.log.1").exists()
+    lines = out.getvalue().splitlines()
+    assert sum(line == "ZeroDivisionError: a bug in the trainer" for line in lines) >= 5, "one a launch"
 
 
 def test_run_foreground_returns_the_exit_code(paths: LinePaths) -> None:

@@ -13,6 +13,9 @@ from nstrain.supervise.pace import Pace
 PACE = Pace(relaunch_s=(1.0, 5.0, 20.0))
 WHY = "stopped by the file STOP"
 
+FATAL_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
+"""Signals that end a trainer and that nobody but a kernel, a library or another person sends."""
+
 
 def verdict(ended: Ended, counts: Counts | None = None) -> tuple[Ending | Relaunch, Counts]:
     return judge(ended, counts or Counts(), PACE, WHY)
@@ -45,8 +48,8 @@ def test_ends_that_are_final(ended: Ended, outcome: str, code: ExitCode, event: 
     ("ended", "event", "failures", "clean_looks"),
     [
         (Ended(ExitCode.FAILED, "a bug"), None, 1, 1),
-        (Ended(-signal.SIGKILL, "killed"), None, 1, 1),
-        (Ended(-signal.SIGSEGV, "killed"), None, 1, 1),
+        *[(Ended(-number, "killed"), "signal_restart", 1, 1) for number in FATAL_SIGNALS],
+        *[(Ended(-number, "killed", progressed=True), "signal_restart", 1, 1) for number in FATAL_SIGNALS],
         (Ended(-signal.SIGKILL, "it hangs", hung=True), "watchdog_restart", 1, 1),
         (Ended(ExitCode.STOPPED, "it hangs", hung=True, progressed=True), "watchdog_restart", 1, 1),
         (Ended(ExitCode.STOPPED, "", progressed=True), "signal_restart", 0, 1),
@@ -54,6 +57,17 @@ def test_ends_that_are_final(ended: Ended, outcome: str, code: ExitCode, event: 
         (Ended(-signal.SIGTERM, ""), "signal_restart", 1, 1),
         (Ended(ExitCode.GPU_TAKEN, "gpu_taken: process 7"), None, 0, 3),
         (Ended(ExitCode.FAILED, "a bug", others="process 7 on GPU-1"), None, 0, 1),
+        *[(Ended(-number, "killed", others="process 7 on GPU-1"), "signal_restart", 0, 1) for number in FATAL_SIGNALS],
+        *[
+            (
+                Ended(code, "it hangs", hung=True, others="process 7 on GPU-1", progressed=progressed),
+                "watchdog_restart",
+                1,
+                1,
+            )
+            for code in (ExitCode.STOPPED, ExitCode.FAILED, -signal.SIGTERM, -signal.SIGKILL, -signal.SIGUSR1)
+            for progressed in (False, True)
+        ],
     ],
 )
 def test_ends_after_which_it_is_launched_again(
@@ -106,9 +120,21 @@ def test_crashes_beside_others() -> None:
         again, counts = verdict(ended, counts)
         assert isinstance(again, Relaunch)
         assert "not counted: process 7 on GPU-1" in again.reason
+        assert again.event == "signal_restart"
         looks.append(again.clean_looks)
     assert looks == [1, 1, 3, 1]
     assert (counts.failures, counts.failures_total) == (4, 4)
+
+
+def test_hangs_beside_others_end_the_line_as_hangs_alone_do() -> None:
+    """They are none of the crashes that may be another's fault."""
+    ended = Ended(-signal.SIGKILL, "it hangs", hung=True, others="process 7 on GPU-1")
+    again, counts = verdict(ended, Counts(failures=3, beside_others=2, failures_total=3))
+    assert isinstance(again, Relaunch)
+    assert counts == Counts(failures=4, beside_others=2, failures_total=4)
+    ending, counts = verdict(ended, counts)
+    assert isinstance(ending, Ending)
+    assert (ending.outcome, counts.failures) == ("failed", 5)
 
 
 def test_a_trainer_that_yields_the_gpu_does_not_forgive_failures() -> None:

@@ -24,7 +24,7 @@ from nstrain.base.process import identify
 from nstrain.data.line import DataLine
 from nstrain.line.checkpoint import read_latest
 from nstrain.line.paths import LinePaths
-from nstrain.line.state_files import read_heartbeat, read_supervisor
+from nstrain.line.state_files import read_heartbeat, read_supervisor, request_stop
 from nstrain.ops.rollback import roll_back
 
 CYCLES = 2
@@ -304,29 +304,42 @@ def _stage(work: Path) -> str | None:
 # ---- requests to stop, in every stage --------------------------------------------------------------------------------
 
 
-def test_a_stop_is_heard_in_every_stage(line: MakeLine, undisturbed: Outcome) -> None:
-    """SIGTERM while the trainer is in one stage after the other: each time it saves and ends, the next goes on."""
-    stages = ("saving", "starting", "validating", "training")
-    paths = line(*[fault(f"slow {stage}", -1) for stage in stages])
-    for stage in stages:
-        assert _stopped_in(paths, stage) == ExitCode.STOPPED
+STOPS = {
+    "one": {"saving": "STOP", "starting": "SIGTERM", "validating": "STOP", "training": "SIGTERM"},
+    "the other": {"saving": "SIGTERM", "starting": "STOP", "validating": "SIGTERM", "training": "STOP"},
+}
+
+
+@pytest.mark.parametrize("way", ["one", pytest.param("the other", marks=pytest.mark.slow)])
+def test_a_stop_is_heard_in_every_stage(way: str, line: MakeLine, undisturbed: Outcome) -> None:
+    """Asked in one stage of the trainer after the other: each time it saves and ends, the next goes on.
+
+    In the preparation of a launch's first update: test_stop_in_a_capture.py.
+    """
+    paths = line(*[fault(f"slow {stage}", -1) for stage in STOPS[way]])
+    for stage, how in STOPS[way].items():
+        assert _stopped_in(paths, stage, how) == ExitCode.STOPPED
     assert run(paths)[0] == ExitCode.DONE
     assert outcome(paths) == undisturbed
 
 
-def test_a_stop_is_heard_while_waiting_for_data(fresh: MakeLine, undisturbed: Outcome) -> None:
+@pytest.mark.parametrize("how", ["STOP", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+def test_a_stop_is_heard_while_waiting_for_data(how: str, fresh: MakeLine, undisturbed: Outcome) -> None:
     paths = fresh()
-    assert _stopped_in(paths, "waiting_data") == ExitCode.STOPPED
+    assert _stopped_in(paths, "waiting_data", how) == ExitCode.STOPPED
     assert run(paths, "real")[0] == ExitCode.DONE
     assert outcome(paths) == undisturbed
 
 
-def _stopped_in(paths: LinePaths, stage: str) -> int:
-    """Run the line, send its supervisor SIGTERM once its trainer is in a stage; the exit code."""
+def _stopped_in(paths: LinePaths, stage: str, how: str) -> int:
+    """Run the line; once its trainer is in a stage ask it to stop, by SIGTERM to the supervisor or STOP: exit code."""
     process = supervisor(paths)
     wait_until(
         lambda: (beat := read_heartbeat(paths)) is not None and beat.stage == stage and identify(beat.pid) is not None
     )
-    process.terminate()
+    if how == "STOP":
+        request_stop(paths)
+    else:
+        process.terminate()
     process.communicate(timeout=120)
     return process.returncode

@@ -133,17 +133,27 @@ def test_each_end_is_one_notice(paths: LinePaths, tmp_path: Path, trainer: str, 
     assert all(one["run"] == str(paths.root) and one["line"] == "small" for one in told)
 
 
+@pytest.mark.parametrize(
+    ("number", "failures"), [(signal.SIGTERM, 0), (signal.SIGKILL, 1), (signal.SIGSEGV, 1), (signal.SIGABRT, 1)]
+)
 def test_a_signal_from_elsewhere_is_notified(
-    paths: LinePaths, start: Callable[..., SupervisorProcess], tmp_path: Path
+    paths: LinePaths,
+    start: Callable[..., SupervisorProcess],
+    tmp_path: Path,
+    number: signal.Signals,
+    failures: int,
 ) -> None:
     sink = set_notify(tmp_path)
     running = start("works,done")
-    os.kill(running.wait_for_trainer(), signal.SIGTERM)
+    os.kill(running.wait_for_trainer(), number)
     assert running.wait()[0] == ExitCode.DONE
     told = notices(sink)
     assert [one["event"] for one in told] == ["signal_restart", "finished"]
-    assert told[0]["checkpoint"] is not None
-    assert (told[0]["launches"], told[0]["failures"]) == (1, 0)
+    assert (told[0]["launches"], told[0]["failures"]) == (1, failures)
+    if number == signal.SIGTERM:
+        assert told[0]["checkpoint"] is not None, "it saved"
+    else:
+        assert number.name in told[0]["text"]
 
 
 @pytest.mark.parametrize("program", ["#!/bin/sh\nexit 1\n", "#!/bin/sh\nexec sleep 600\n", "no program\n"])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from foreground import QUICK, preparer_command, trainer_command
 from notice_sink import notices, set_notify
 from supervise_helpers import SupervisorProcess, set_guards, starts, supervise, wait_until, work_of
@@ -16,11 +18,15 @@ from nstrain.base.disk import FileLock
 from nstrain.base.errors import ExitCode
 from nstrain.data.cycles import cycles_on_disk
 from nstrain.data.line import DataLine
-from nstrain.data.preparer import run_preparer
+from nstrain.data.preparer import PreparerStatus, read_status, run_preparer
+from nstrain.line.notices import Event
 from nstrain.line.paths import LinePaths
 from nstrain.line.state_files import request_stop
 from nstrain.ops.consumer import consumer_path
 from nstrain.ops.status import status
+from nstrain.settings.run import load_run
+from nstrain.supervise.children import DeathPipe
+from nstrain.supervise.preparing import PreparerKeeper
 from nstrain.supervise.supervisor import Supervisor
 
 Start = Callable[..., SupervisorProcess]
@@ -62,6 +68,51 @@ def test_repeated_failures_are_notified_once_and_training_goes_on(
     assert "about to crash" in told[0]["text"]
 
 
+class Heard:
+    """Keeps what a keeper of the preparer says."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.events: list[str] = []
+        self.fields: dict[str, object] = {}
+
+    def tell(self, text: str) -> None:
+        self.told.append(text)
+
+    def update(self, **fields: object) -> None:
+        self.fields |= fields
+
+    def notify(self, event: Event, text: str) -> None:
+        self.events.append(event)
+
+
+def test_only_a_prepared_cycle_ends_a_row_of_failures(paths: LinePaths) -> None:
+    """Not the time that it ran: here each preparer dies a day after it was started, and hours before the next one."""
+    work, now, heard, pipe = work_of(paths), [1e6], Heard(), DeathPipe()
+    command = preparer_command("crashes")
+    keeper = PreparerKeeper(paths, load_run(paths.run_json), command, pipe, QUICK, heard, lambda: now[0])
+
+    def fail() -> None:
+        keeper.watch(hungry=False, wanted=True)
+        assert keeper.running()
+        now[0] += 86_400.0
+        wait_until(lambda: (keeper.watch(hungry=False, wanted=False), not keeper.running())[1])
+        now[0] += 7200.0
+
+    rows = []
+    for cycles in (0, 0, 0, 0, 1, 1, 1, 3):
+        state = json.loads((work / "state.json").read_text())
+        (work / "state.json").write_text(json.dumps(state | {"prepared_cycles": cycles}))
+        if cycles:
+            keeper.watch(hungry=False, wanted=False)
+            assert heard.fields["preparer_failures"] == (0 if cycles != rows[-1][0] else rows[-1][1])
+        fail()
+        rows.append((cycles, heard.fields["preparer_failures"]))
+    assert rows == [(0, 1), (0, 2), (0, 3), (0, 4), (1, 1), (1, 2), (1, 3), (3, 1)]
+    assert heard.events == ["preparer_failing"] * 2, "once a row"
+    pipe.close()
+
+
 def test_a_trainer_that_waits_goes_on_waiting_and_is_notified_once(
     paths: LinePaths, start: Start, tmp_path: Path
 ) -> None:
@@ -78,15 +129,48 @@ def test_a_trainer_that_waits_goes_on_waiting_and_is_notified_once(
     assert "cycle 7" in notices(sink)[0]["text"]
 
 
-def test_a_preparer_that_waits_for_the_disk_is_notified(paths: LinePaths, start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("trainer", "fault", "events"),
+    [("works", "full", ["disk_full"]), ("hungry", "no room", ["disk_full", "waiting_data"])],
+)
+def test_a_preparer_that_waits_for_the_disk_is_notified_once(
+    trainer: str, fault: str, events: list[str], paths: LinePaths, start: Start, tmp_path: Path
+) -> None:
+    """The real one, which tries again and again, also getting into the cycle each time: that is one wait, and life."""
     sink = set_notify(tmp_path)
-    set_guards(paths, watchdog_s=0.5)
-    running = start("works", "full")
+    set_guards(paths, watchdog_s=1.5)
+    full = tmp_path / "full"
+    full.touch()
+    running = start(trainer, f"{fault} while {full}")
     running.wait_for_trainer()
-    wait_until(lambda: notices(sink))
+    seen: list[PreparerStatus] = []
+
+    def look() -> bool:
+        now = read_status(work_of(paths))
+        if now is not None and seen[-1:] != [now]:
+            seen.append(now)
+        return now is not None and now.disk_full_tries >= 8
+
+    wait_until(look)
+    assert sorted(notice["event"] for notice in notices(sink)) == events
+    assert all("no room" in notice["text"] for notice in notices(sink) if notice["event"] == "disk_full")
+    assert ("preparing" in {status.stage for status in seen[-8:]}) == (fault == "full")
+    assert len({status.pid for status in seen}) == 1, "it was taken for silent and killed"
+    waits = [status for status in seen if status.stage == "waiting_disk"]
+    assert len({status.since for status in waits}) == 1, "it cannot be told how long it has waited"
+    full.unlink()
+    wait_until(lambda: now_of(paths).stage == "waiting_consumer")
+    assert now_of(paths).disk_full_since is None
     running.process.terminate()
     assert running.wait()[0] == ExitCode.STOPPED, "the wait for the disk ended the line"
-    assert [(n["event"], "no room" in n["text"]) for n in notices(sink)] == [("disk_full", True)]
+    assert len(notices(sink)) == len(events)
+
+
+def now_of(paths: LinePaths) -> PreparerStatus:
+    """What the preparer says."""
+    found = read_status(work_of(paths))
+    assert found is not None
+    return found
 
 
 def test_a_silent_preparer_is_killed_while_the_trainer_waits(paths: LinePaths, start: Start) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from real_line import (
     UNIT_TOKENS,
+    change_run,
     journal_summary,
     last_update,
     launch,
@@ -22,15 +24,20 @@ from real_line import (
     state_of,
     tensors_of,
 )
+from typer.testing import CliRunner
 
 from nstrain.base.errors import ExitCode, Refusal
+from nstrain.cli.main import app
 from nstrain.data.branch import branch_line
 from nstrain.data.consumers import read_consumers
 from nstrain.data.line import DataLine
+from nstrain.data.val import held_out_digest
 from nstrain.line.branches import read_branches
 from nstrain.line.paths import LinePaths
 from nstrain.ops.branch import Branched, make_branch
 from nstrain.ops.branch_plan import StageOptions, parse_plan
+from nstrain.ops.check import check_line
+from nstrain.settings.model import dump
 from nstrain.settings.run import load_run
 from nstrain.train.schedule import learning_rate
 
@@ -158,6 +165,106 @@ def test_started_twice_and_killed_it_ends_with_the_same_bits(
     assert journal_summary(paths) == journal_summary(through)
     assert journal_summary(paths)[1] == 0
     assert tensors_of(paths, end) == tensors_of(through, end)
+
+
+def test_it_keeps_what_the_trunk_was_trained_with_at_the_fork(trunk: LinePaths, tmp_path: Path) -> None:
+    """The trunk was changed on purpose and trained on since: that is the trunk's, and told. What is free is of now."""
+    later = LinePaths(tmp_path / "trunk")
+    shutil.copytree(trunk.root, later.root)
+    then = load_run(later.run_json)
+    change_run(
+        later,
+        allow_changes=["learning_rate", "optimizer", "tokens_per_update", "ema", "validation"],
+        learning_rate=[{"from": 0, "shape": "constant", "start": 2e-5}],
+        optimizer={"clip_norm": 1.0, "weight_decay": 0.5},
+        tokens_per_update=256,
+        ema=None,
+        validation={"every_updates": 3, "rows_per_source": 2},
+        checkpoints={"every_updates": 7, "every_minutes": None},
+        lengths={"16": {"micro_rows": 1}, "32": {"micro_rows": 1}},
+    )
+    made = branch(later, tmp_path / "b", options={"tokens_per_update": 192})
+    settings = load_run(tmp_path / "b" / "run" / "run.json")
+    assert settings == made.settings
+    assert learning_rate(settings.learning_rate, FORK_TOKENS) == 0.01
+    assert (settings.optimizer, settings.ema, settings.model) == (then.optimizer, then.ema, then.model)
+    assert [settings.batch_tokens_at(p) for p in (0, 1500, FORK_TOKENS)] == [128, 192, 192]
+    assert (settings.validation.rows_per_source, settings.validation.every_updates) == (3, 3)
+    assert (settings.checkpoints.every_updates, settings.lengths["16"].micro_rows) == (7, 1)
+    assert settings.allow_changes == ()
+    told = {difference.split(".")[0].split()[0] for difference in made.changed_since}
+    assert told == {"learning_rate", "optimizer", "tokens_per_update", "ema", "validation"}
+    assert "optimizer.weight_decay was 0.1 and is now 0.5" in made.changed_since
+    prepare(made.data.work, 1)
+    assert run_here(LinePaths(tmp_path / "b" / "run"), stop_after=FORK_UPDATE + 1) == ExitCode.STOPPED
+
+
+def test_a_trunk_that_only_grew_beyond_the_fork_has_not_changed(trunk: LinePaths, tmp_path: Path) -> None:
+    later = LinePaths(tmp_path / "trunk")
+    shutil.copytree(trunk.root, later.root)
+    rates = dump(load_run(later.run_json))["learning_rate"]
+    rates.append({"from": 5000, "to": 6000, "shape": "linear", "start": 0.01, "end": 0.0})
+    rows = [{"from_cycle": 1, "row_tokens": ROW_TOKENS}, {"from_cycle": 3, "row_tokens": UNIT_TOKENS}]
+    change_run(later, learning_rate=rates, rows=rows, print_every=1)
+    assert branch(later, tmp_path / "b").changed_since == ()
+
+
+def test_updates_that_no_cycle_holds_are_noted(trunk: LinePaths, tmp_path: Path) -> None:
+    made = branch(trunk, tmp_path / "b", options={"tokens_per_update": 992})
+    assert [note.split(":")[0] for note in made.notes] == [
+        "updates of 992 tokens are larger than a data cycle (960 tokens from cycle 1 on)",
+        "updates of 992 tokens are larger than a data cycle (576 tokens from cycle 2 on)",
+    ]
+    assert branch(trunk, tmp_path / "c").notes == ()
+
+
+def test_the_command_tells_what_was_changed_what_is_odd_and_what_comes_next(trunk: LinePaths, tmp_path: Path) -> None:
+    later = LinePaths(tmp_path / "trunk")
+    shutil.copytree(trunk.root, later.root)
+    change_run(later, optimizer={"clip_norm": 1.0, "weight_decay": 0.5})
+
+    def command(name: str, *more: str) -> str:
+        where = (str(tmp_path / name), "--from", str(later.root), "--at-cycle", "1", "--plan", PLAN)
+        done = CliRunner().invoke(app, ["branch", *where, "--data", str(tmp_path / f"{name}-data"), *more])
+        assert done.exit_code == 0, done.output
+        return " ".join(done.stdout.split())
+
+    shown = command("b", "--tokens-per-update", "992")
+    assert "keeps what it was trained with at the fork: optimizer.weight_decay was 0.1 and is now 0.5" in shown
+    assert "note: updates of 992 tokens are larger than a data cycle (960 tokens from cycle 1 on)" in shown
+    run = tmp_path / "b"
+    assert f"next: nstrain tune {run} (rows of a new length go through one at a time until it has)" in shown
+    assert f"nstrain check {run} then: nstrain run {run}" in shown
+    value = json.loads(command("c", "--json"))
+    assert value["changed_since"] == ["optimizer.weight_decay was 0.1 and is now 0.5"]
+    assert value["notes"] == []
+
+
+def test_it_begins_with_its_own_held_out_text(trunk: LinePaths, through: LinePaths) -> None:
+    data = DataLine.open(Path(load_run(through.run_json).data.work))
+    theirs = DataLine.open(Path(load_run(trunk.run_json).data.work))
+    recorded = {state_of(through, update)["held_out"] for update in through.checkpoint_updates()}
+    assert recorded == {held_out_digest(data)}
+    assert {state_of(trunk, update)["held_out"] for update in trunk.checkpoint_updates()} == {held_out_digest(theirs)}
+
+
+def test_before_its_first_update_its_fixed_fields_are_fixed_already(trunk: LinePaths, tmp_path: Path) -> None:
+    """It begins with a checkpoint: an entry in allow_changes is what lets a rate be corrected."""
+    branch(trunk, tmp_path)
+    paths = LinePaths(tmp_path / "run")
+    settings = next(found for found in check_line(paths.root, quick=True) if found.name == "settings")
+    assert settings.ok
+    assert "begins with a checkpoint" in settings.message
+    rates = dump(load_run(paths.run_json))["learning_rate"]
+    rates[-2]["end"] = 0.002
+    change_run(paths, learning_rate=rates)
+    with pytest.raises(Refusal, match="learning_rate"):
+        run_here(paths)
+    change_run(paths, allow_changes=["learning_rate"])
+    settings = next(found for found in check_line(paths.root, quick=True) if found.name == "settings")
+    assert "changed on purpose: learning_rate" in settings.message
+    prepare(Path(load_run(paths.run_json).data.work), 1)
+    assert run_here(paths, stop_after=FORK_UPDATE + 1) == ExitCode.STOPPED
 
 
 def test_a_branch_on_a_data_line_of_its_own_mixture(trunk: LinePaths, tmp_path: Path) -> None:

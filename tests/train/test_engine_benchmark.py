@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -93,3 +94,19 @@ def test_every_line_has_its_peer_of_the_same_size(engine: Any) -> None:
     assert {line.name for line in engine.LINES if line.beside is None} == {
         f"{model}@{length}" for model in ("ns-2b", "ns-1p3b") for length in (4096, 32_768)
     }
+
+
+def test_a_profile_is_shown_by_operator_and_by_kernel(engine: Any) -> None:
+    from nstrain.train.profile import summarize
+
+    profile = summarize([("outputs_kernel", 0.0, 6000.0), ("nvjet", 7000.0, 8000.0)], {"outputs_kernel": "scan"})
+    found = {"profile": json.loads(json.dumps(dataclasses.asdict(profile)))}
+    assert engine.operators({"ns-2b@4096": {"found": found}, "llama-2b@4096": {"found": {}}}).split("\n") == [
+        "ns-2b@4096: one update, 8 ms",
+        "        6.0 ms  75.00%      1 scan",
+        "        1.0 ms  12.50%      1 matrix products",
+        "        1.0 ms  12.50%      0 idle",
+        "by kernel:",
+        "        6.0 ms  75.00%      1 outputs_kernel (scan)",
+        "        1.0 ms  12.50%      1 matrix products (cuBLAS) (matrix products)",
+    ]

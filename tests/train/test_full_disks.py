@@ -4,19 +4,38 @@ same bits once there is room."""
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_line import journal_summary, last_update, log_of, make_data_line, make_run, prepare, run, run_here, tensors_of
+from real_line import (
+    ROOT,
+    change_run,
+    journal_summary,
+    last_update,
+    log_of,
+    make_data_line,
+    make_run,
+    prepare,
+    run,
+    run_here,
+    tensors_of,
+    wait_until,
+)
 from small_disk import fill, small_disk
 
 from nstrain.base.errors import DiskFull, ExitCode
 from nstrain.data.line import DataLine
+from nstrain.data.preparer import read_status
 from nstrain.line import checkpoint
 from nstrain.line.checkpoint import newest_good
+from nstrain.line.listing import list_checkpoints
 from nstrain.line.paths import LinePaths
+from nstrain.line.room import room_for_checkpoints
 from nstrain.record.journal import Journal
 from nstrain.train import saving
 from nstrain.train.loop import Trainer
@@ -70,6 +89,7 @@ def test_somebody_takes_the_room_and_the_line_saves_while_it_can(
     line: LinePaths, through: LinePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room for one more checkpoint, but not for the journal up to the one after it."""
+    change_run(line, checkpoints={"every_updates": 100, "every_minutes": None})  # none is being written at u6
     disk = line.root.parent
     with monkeypatch.context() as patch:
         when_done(patch, Trainer, "beat", 6, lambda: fill(disk, leave_bytes=8 << 20))
@@ -164,3 +184,42 @@ def test_a_journal_on_a_full_disk_can_still_be_read(line: LinePaths) -> None:
     fill(line.root.parent, leave_bytes=0)
     with Journal.open_for_reading(line.journal) as journal:
         assert journal.last_update() == 5
+
+
+def test_the_preparer_leaves_room_for_the_checkpoints_of_a_line_on_its_disk(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """It waits from the middle of the first cycle on, and the line writes all its checkpoints up to the cycle's end."""
+    data = make_data_line(tmp_path / "there", 2)
+    prepare(data.work, 1)
+    with small_disk(tmp_path / "disk", 56) as disk:
+        work = Path(shutil.copytree(data.work, disk / "data"))
+        checkpoints = {"every_updates": 2, "every_minutes": None, "keep_last": 4}
+        line = make_run(disk / "run", DataLine.open(work), checkpoints=checkpoints)
+        assert run_here(line, stop_after=4) == ExitCode.STOPPED
+        needed = room_for_checkpoints(line.root, 2)
+        assert needed is not None
+        filler = fill(disk, leave_bytes=needed.soon_bytes - (64 << 10))
+        program = "import sys, nstrain.data.preparer as p; p.DISK_RETRY_S = 0.1; sys.exit(p.main())"
+        command = [sys.executable, "-c", program, str(work), "--until", "2", "--workers", "0"]
+        preparer = subprocess.Popen(command, cwd=ROOT)
+        request.addfinalizer(preparer.kill)
+
+        def waits() -> bool:
+            status = read_status(work)
+            return status is not None and (status.stage, status.cycle) == ("waiting_disk", 2)
+
+        wait_until(waits)
+        assert run_here(line, stop_after=LAST_UPDATE) == ExitCode.STOPPED
+        assert [item.update for item in list_checkpoints(line)] == [0, 6, 8, 10, 12, LAST_UPDATE]
+        assert waits()
+        filler.unlink()
+        assert preparer.wait(60) == ExitCode.DONE
+        assert run_here(line) == ExitCode.DONE
+        prepare(data.work, 2)
+        elsewhere = make_run(tmp_path / "elsewhere" / "run", data, checkpoints=checkpoints)
+        assert run_here(elsewhere) == ExitCode.DONE
+        assert journal_summary(line) == journal_summary(elsewhere)
+        last = last_update(line)
+        assert last is not None
+        assert tensors_of(line, last) == tensors_of(elsewhere, last)

@@ -79,6 +79,7 @@ def test_the_edges_lie_where_run_json_says(through: LinePaths) -> None:
         batch = 160 if before["tokens"] < 1000 else 256
         assert row["row_tokens"] == (16 if row["tokens"] <= 2016 else 32)
         assert row["tokens"] - before["tokens"] == (row["rows"] * row["row_tokens"] if row["smaller"] else batch)
+        assert row["train/weight_decay"] == pytest.approx(0.1 * (row["tokens"] - before["tokens"]) / 160)
     assert [int(row["tokens"]) for row in rows if row["smaller"]] == [2016, 4032]
     assert rows[-1]["tokens"] == 4032
     rates = {int(row["tokens"]): row["train/learning_rate"] for row in rows}

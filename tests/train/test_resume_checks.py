@@ -97,7 +97,7 @@ def test_the_same_line_is_accepted() -> None:
     refuse_other_line(state_of(INSIDE), run_settings(), "u41")
     refuse_other_order(INSIDE, ORDER, "data")
     refuse_other_order(BETWEEN, dataclasses.replace(ORDER, cycle=4, order_digest="ef" * 32), "data")
-    assert changed_libraries(state_of(INSIDE)) == []
+    assert changed_libraries(state_of(INSIDE)) == changed_libraries(state_of(INSIDE), "cpu") == []
 
 
 @pytest.mark.parametrize("field", ["manifest_sha256", "order_digest"])
@@ -149,7 +149,36 @@ def test_a_ramp_grows_only_where_the_line_has_not_been(begins: int, refused: boo
         refuse_other_line(old, new, "u41")
 
 
-def test_a_changed_library_is_named() -> None:
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [
+        ("torch", "2.9.0"),
+        ("triton", "3.0.0"),
+        ("cuda", "12.8"),
+        ("cudnn", 91000),
+        ("model_package", "baselines"),
+        ("model_code", "0123456789abcdef"),
+    ],
+)
+def test_a_changed_library_is_named(name: str, before: str | int) -> None:
     state = copy.deepcopy(state_of(INSIDE))
-    state["versions"]["torch"] = "2.9.0"
-    assert [line.split(",")[0] for line in changed_libraries(state)] == ["torch was 2.9.0"]
+    assert state["versions"][name] != before
+    state["versions"][name] = before
+    assert [line.split(",")[0] for line in changed_libraries(state)] == [f"{name} was {before}"]
+    refuse_other_line(state, run_settings(), "u41")
+
+
+def test_another_machine_is_named_where_the_line_goes_on() -> None:
+    state = copy.deepcopy(state_of(INSIDE))
+    here = state["versions"]["device"]
+    state["versions"]["device"] = "NVIDIA H200"
+    assert changed_libraries(state, "cpu") == [f"device was NVIDIA H200, is now {here}"]
+    assert changed_libraries(state) == [], "a check looks at no card"
+
+
+def test_a_checkpoint_of_before_says_nothing_of_what_it_does_not_have() -> None:
+    state = copy.deepcopy(state_of(INSIDE))
+    old = ("nstrain", "python", "torch", "numpy", "order_version", "encoding_version")
+    state["versions"] = {name: state["versions"][name] for name in old}
+    refuse_other_line(state, run_settings(), "u41")
+    assert changed_libraries(state, "cpu") == []

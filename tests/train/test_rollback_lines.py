@@ -88,7 +88,8 @@ def test_it_goes_on_to_the_same_bits_with_deleted_cycles_made_again(line: LinePa
         assert cycles_on_disk(data_of(line)) == []
 
 
-def test_later_checkpoints_are_set_aside_until_the_line_has_passed_them(line: LinePaths) -> None:
+def test_later_checkpoints_are_set_aside_until_the_line_is_as_far_again(line: LinePaths) -> None:
+    """It ends where it had ended before, and never gets beyond that: its disk use is bounded all the same."""
     result = roll_back(line.root, 13)
     assert result.set_aside == ("u00000020", "u00000024", "u00000026")
     assert sorted(path.name for path in line.set_aside.iterdir()) == list(result.set_aside)
@@ -97,9 +98,30 @@ def test_later_checkpoints_are_set_aside_until_the_line_has_passed_them(line: Li
         assert journal.last_update() == 13, "the record is the line's as it stands"
     prepare(data_of(line).work, CYCLES)
     assert run_here(line, stop_after=24) == ExitCode.STOPPED
-    assert line.set_aside.exists()
+    assert len(list(line.set_aside.iterdir())) == 3
     assert run_here(line) == ExitCode.DONE
-    assert len(list(line.set_aside.iterdir())) == 3, "u26 was reached, not passed"
+    assert not line.set_aside.exists()
+    assert line.checkpoint_updates()[-1] == LAST_UPDATE
+
+
+def test_what_was_set_aside_goes_at_the_end_of_a_line_that_takes_fewer_updates(line: LinePaths) -> None:
+    roll_back(line.root, 13)
+    change_run(line, allow_changes=["tokens_per_update"], tokens_per_update=512)
+    prepare(data_of(line).work, CYCLES)
+    assert run_here(line) == ExitCode.DONE
+    assert line.checkpoint_updates()[-1] == 17 < LAST_UPDATE
+    assert not line.set_aside.exists()
+
+
+def test_it_goes_at_the_next_start_if_the_line_was_killed_before_that(line: LinePaths) -> None:
+    roll_back(line.root, 13)
+    prepare(data_of(line).work, CYCLES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nstrain.train.saving.remove_set_aside", lambda *_: [])
+        assert run_here(line) == ExitCode.DONE
+    assert len(list(line.set_aside.iterdir())) == 3
+    assert run_here(line) == ExitCode.DONE
+    assert not line.set_aside.exists()
 
 
 def test_what_is_trained_otherwise_is_another_generation_and_no_difference(line: LinePaths) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -248,16 +249,38 @@ def test_what_follows_a_commit_in_its_order(line: Line, monkeypatch: pytest.Monk
     assert line.said[-1].endswith("; removed u00000008")
 
 
-def test_what_a_rollback_set_aside_goes_once_the_line_is_beyond_it(line: Line) -> None:
+@pytest.mark.parametrize(("reason", "last"), [("rolling", 12), ("end", 10)])
+def test_what_a_rollback_set_aside_goes_once_the_line_is_as_far_or_at_its_end(
+    line: Line, reason: str, last: int
+) -> None:
     for update in (4, 8, 12):
         line.saver.save_now(at(update), "cycle_end")
     set_aside_later(line.paths, 4)
-    for update in (8, 12):
+    for update in (8, 9):
         line.saver.save_now(at(update), "rolling")
         assert line.paths.set_aside.exists()
-    line.saver.save_now(at(16), "rolling")
+    line.saver.save_now(at(last), reason)
     assert not line.paths.set_aside.exists()
-    assert "removed u00000012, set-aside/u00000008, set-aside/u00000012" in line.said[-1]
+    assert "set-aside/u00000008, set-aside/u00000012" in line.said[-1]
+
+
+def test_a_launch_removes_what_a_kill_has_left_set_aside_and_no_more(line: Line) -> None:
+    for update in (4, 8):
+        line.saver.save_now(at(update), "end")
+    set_aside_later(line.paths, 4)
+
+    def launch(update: int) -> None:
+        saver = Saver(line.paths, line.settings, line.work, line.engine, line.said.append)
+        saver.open(line.paths.checkpoint(update), at(update))
+        saver.close()
+
+    launch(4)
+    assert line.paths.set_aside.exists(), "rolled back to an end of before; nothing was trained since"
+    line.saver.save_now(at(7), "rolling")
+    shutil.copytree(line.paths.checkpoint(4), line.paths.set_aside / "u00000004")
+    shutil.rmtree(line.paths.set_aside / "u00000008")
+    launch(7)
+    assert not line.paths.set_aside.exists()
 
 
 def test_a_launch_mends_the_consumers_entry(line: Line) -> None:

@@ -120,7 +120,7 @@ def test_stopped_and_resumed_three_times_it_has_the_same_bits(through: LinePaths
 
 
 def test_reading_ahead_changes_nothing(through: LinePaths, line: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nstrain.train.loop.RowFeed", lambda rows: RowFeed(rows, read_ahead=False))
+    monkeypatch.setattr("nstrain.train.cycles.RowFeed", lambda rows: RowFeed(rows, read_ahead=False))
     assert run_here(line) == ExitCode.DONE
     assert_equal(through, line)
 
@@ -232,7 +232,7 @@ def test_row_length_and_batch_change_where_run_json_says(data: DataLine, tmp_pat
         assert row["row_tokens"] == (16 if row["cycle"] == 1 else 32)
         batch = 64 if before < 1000 else 256
         assert row["tokens"] - before == (row["rows"] * row["row_tokens"] if row["smaller"] else batch)
-        assert row["train/weight_decay"] == pytest.approx(0.1 * batch / 160, rel=1e-15)
+        assert row["train/weight_decay"] == pytest.approx(0.1 * (row["tokens"] - before) / 160, rel=1e-15)
         before = row["tokens"]
     assert before == 6048
     end_of_first = next(int(r["update"]) for r in found if r["tokens"] == 2016)

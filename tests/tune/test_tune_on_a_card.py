@@ -17,7 +17,7 @@ from nstrain.line.paths import LinePaths
 from nstrain.settings.run import RunSettings, load_run, save_run
 from nstrain.train.model import model_cost
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.card_alone]
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30

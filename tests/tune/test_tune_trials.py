@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from nstrain.base.errors import ExitCode, Refusal
+from nstrain.base.logs import ROTATE_BYTES, old_log
 from nstrain.base.process import identify
 from nstrain.line.paths import LinePaths
 from nstrain.settings.run import load_run, save_run
@@ -122,3 +123,13 @@ def test_an_orphan_leaves(tmp_path: Path) -> None:
         trial.stdin.close()
         for fd in (parent_read, report_read, report_write):
             os.close(fd)
+
+
+def test_the_log_of_trials_is_put_aside_when_it_is_large(paths: LinePaths, tmp_path: Path) -> None:
+    log = tmp_path / "trials.log"
+    with log.open("wb") as file:
+        file.truncate(ROTATE_BYTES + 1)
+    with pytest.raises(TrialFailed, match="exit code 1, while starting: broken"):
+        run_trial(job(paths), log, 60, command=(sys.executable, "-c", "raise SystemExit('broken')"))
+    assert log.read_text() == "broken\n"
+    assert old_log(log).stat().st_size == ROTATE_BYTES + 1

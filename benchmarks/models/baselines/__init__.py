@@ -12,5 +12,24 @@ from baselines.model import Baseline as NeuronSpark  # the name a model package'
 from baselines.presets import load_preset, preset_names
 from neuronspark.kernels.launch import table as kernel_table
 from neuronspark.kernels.launch import use as use_kernels
+from neuronspark.kernels.operators import KERNEL_OPERATORS as SHARED_KERNELS
 
-__all__ = ["ModelConfig", "NeuronSpark", "kernel_table", "load_preset", "preset_names", "use_kernels"]
+KERNEL_OPERATORS = {
+    **SHARED_KERNELS,
+    "_product_forward_kernel": "gated product",
+    "_product_backward_kernel": "gated product",
+    "_turn_kernel": "rotary positions",
+    "_convolution_forward_kernel": "short convolution",
+    "_convolution_backward_kernel": "short convolution",
+}
+"""The operator of each Triton kernel, by the kernel's name."""
+
+__all__ = [
+    "KERNEL_OPERATORS",
+    "ModelConfig",
+    "NeuronSpark",
+    "kernel_table",
+    "load_preset",
+    "preset_names",
+    "use_kernels",
+]

@@ -1,0 +1,132 @@
+"""`nstrain bench`: the command on a made-up card - its lease, and who is in its way - and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from fake_card import UUID, FakeCard
+from typer.testing import CliRunner
+
+from nstrain import bench as bench_module
+from nstrain.base.errors import GpuTaken, Refusal
+from nstrain.cli.main import app
+from nstrain.gpu import borrowed
+from nstrain.gpu import lease as lease_module
+from nstrain.gpu.ceilings import Ceilings
+from nstrain.gpu.lease import gpu_lease
+
+TINY = ("bench", "--model", "tiny-32k", "--seq-len", "32", "--accum", "1", "--updates", "1")
+
+
+@pytest.fixture(autouse=True)
+def no_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is not set up as a trainer's: other tests need it as it is."""
+    monkeypatch.setattr(bench_module, "enter_deterministic_mode", lambda threads: None)
+
+
+@pytest.fixture
+def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCard:
+    """A made-up card that host.json's reader tells of and torch is said to use."""
+    card, host = FakeCard(tmp_path / "card"), tmp_path / "host.json"
+    host.write_text(json.dumps({"gpu_reader": card.source.reader}))
+    monkeypatch.setenv("NSTRAIN_HOST", str(host))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(lease_module, "LEASE_ROOTS", (tmp_path,))
+    monkeypatch.setattr(borrowed, "LEASE_WAIT_S", 0.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_module, "this_gpu", lambda: UUID.removeprefix("GPU-"))
+    return card
+
+
+@pytest.fixture
+def looks(card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the measuring saw of the lease. It runs on the CPU, under the names of what it would do on the card."""
+    seen: list[str] = []
+    real = bench_module.build
+
+    def on_cpu(settings: Any, vocabulary: int, device: str, seed: int) -> Any:
+        seen.append(f"{device}, {'leased' if gpu_lease(UUID).held_elsewhere() else 'free'}")
+        return real(settings, vocabulary, "cpu", seed)
+
+    monkeypatch.setattr(bench_module, "build", on_cpu)
+    monkeypatch.setattr("nstrain.gpu.ceilings.measure_ceilings", lambda: Ceilings(4.25, 750.0))
+    for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "made up")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1 << 30)
+    return seen
+
+
+def typed(*arguments: str) -> Result:
+    return CliRunner().invoke(app, [*TINY, *arguments])
+
+
+# --- the card ------------------------------------------------------------------------------------------------
+
+
+def test_the_command_takes_the_card_once_and_gives_it_back(looks: list[str]) -> None:
+    ran = typed("--eager", "--json")
+    assert ran.exit_code == 0, repr(ran.exception)
+    assert looks == ["cuda, leased"]
+    assert not gpu_lease(UUID).held_elsewhere()
+    found = json.loads(ran.stdout)
+    assert (found["device"], found["copy_tb_s"], found["bf16_tflop_s"]) == ("made up", 4.25, 750.0)
+    assert found["share"] == pytest.approx(found["model_tflop_s"] / 750)
+
+
+def test_both_ceilings_are_shown(looks: list[str]) -> None:
+    shown = typed("--eager").stdout
+    assert "of 750 TFLOP/s" in shown
+    assert "4.25 TB/s" in shown
+
+
+def test_a_card_that_somebody_uses_is_left_alone(card: FakeCard, looks: list[str]) -> None:
+    with gpu_lease(UUID).acquire("the test"):
+        ran = typed("--eager")
+    assert isinstance(ran.exception, GpuTaken)
+    assert f"the GPU {UUID} is held by process {os.getpid()}" in str(ran.exception)
+    card.put(os.getppid())
+    ran = typed("--eager")
+    assert isinstance(ran.exception, GpuTaken)
+    assert f"process {os.getppid()} " in str(ran.exception)
+    assert looks == []
+
+
+def test_another_card_than_the_leased_one_is_refused(looks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_module, "this_gpu", lambda: "another")
+    ran = typed("--eager")
+    assert isinstance(ran.exception, Refusal)
+    assert f"torch uses GPU another, but by CUDA_VISIBLE_DEVICES the lease of {UUID} was taken" in str(ran.exception)
+    assert looks == []
+
+
+# --- a machine without one -----------------------------------------------------------------------------------
+
+
+def test_a_machine_without_a_card_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ran = typed()
+    assert isinstance(ran.exception, Refusal)
+    assert "torch finds no CUDA device here; --device cpu times" in str(ran.exception)
+
+
+def test_a_profile_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_module, "build", None)  # before anything is built
+    ran = typed("--device", "cpu", "--profile")
+    assert isinstance(ran.exception, Refusal)
+    assert "on a CPU there are none" in str(ran.exception)
+
+
+def test_on_a_cpu(tmp_path: Path) -> None:
+    ran = typed("--device", "cpu", "--json")
+    assert ran.exit_code == 0, repr(ran.exception)
+    found = json.loads(ran.stdout)
+    assert (found["device"], found["tokens_per_update"], found["profile"]) == ("CPU", 32, None)
+    assert found["tokens_per_s"] > 0
+    assert len(found["losses"]) == 3
