@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from nstrain.base.commands import typed
 from nstrain.base.disk import atomic_write
 from nstrain.base.errors import ExitCode
 from nstrain.data.line import DataLine
@@ -206,9 +207,9 @@ def _what_next(places: DemoPlaces, picture: Path) -> str:
 the curves: {picture}
 
 look further:
-  nstrain status {line}
-  nstrain journal {line} --format csv
-  nstrain data show --work {data} --cycle {CYCLES} --rows 0:4 --row-tokens {ROW_TOKENS}
+  {typed("nstrain", "status", line)}
+  {typed("nstrain", "journal", line)} --format csv
+  {typed("nstrain", "data", "show", "--work", data)} --cycle {CYCLES} --rows 0:4 --row-tokens {ROW_TOKENS}
 extend it by two cycles and go on (at the rate it ended with):
-  nstrain data extend --work {data} --cycles 2
-  nstrain run {line} --foreground"""
+  {typed("nstrain", "data", "extend", "--work", data)} --cycles 2
+  {typed("nstrain", "run", line)} --foreground"""

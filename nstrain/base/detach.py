@@ -38,9 +38,11 @@ class Begun:
 def start_in_background(command: Sequence[str], output: Path, limit_s: float = 600.0) -> Begun:
     """Start `command --ready-fd N`, and wait until it is ready or has ended. Its output is appended to a file.
 
-    Raises `NstrainError` if it cannot be started, or says neither within `limit_s`.
+    Raises `NstrainError` if it cannot be started, or says neither within `limit_s`, and `OSError` if its output cannot
+    be written.
     """
     rotate(output)
+    output.open("ab").close()  # one that may not be written is told as that file's error
     ready, ready_end = os.pipe()
     try:
         with output.open("ab") as file:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from nstrain.base.commands import typed
 from nstrain.base.errors import DiskFull, NstrainError, Refusal
 
 PARTIAL_SUFFIX = ".partial"
@@ -61,20 +62,51 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
 @contextlib.contextmanager
 def disk_full_is_named(path: Path) -> Iterator[None]:
     """Turn the operating system's no-space errors into a `DiskFull` that says where, and what is free there."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in _NO_SPACE:
             raise
-        parent = next(p for p in (path, *path.parents) if p.exists())
-        free = shutil.disk_usage(parent).free
-        raise DiskFull(
-            f"{path}: cannot be written ({os.strerror(error.errno)}); {free:,} bytes are free there. "
-            "Free space on that file system (or raise the file size limit) and run the same command again."
-        ) from error
+        raise _disk_full(path, error.errno) from error
+
+
+def _disk_full(path: Path, code: int) -> DiskFull:
+    parent = next(p for p in (path, *path.parents) if p.exists())
+    return DiskFull(
+        f"{path}: cannot be written ({os.strerror(code)}); {shutil.disk_usage(parent).free:,} bytes are free there. "
+        "Free space on that file system (or raise the file size limit) and run the same command again."
+    )
+
+
+def refused_file(error: OSError) -> NstrainError | None:
+    """What a person is told of a file that the operating system does not let us have; None for any other error.
+
+    Only errors that name a file are meant: the others are of no file (a signal to another user's process), or tell a
+    person nothing.
+    """
+    if not isinstance(error.filename, str | bytes) or error.errno is None:
+        return None
+    path = Path(os.fsdecode(error.filename)).absolute()
+    if error.errno in _NO_SPACE:
+        return _disk_full(path, error.errno)
+    return Refusal(not_allowed(path, error.errno)) if error.errno in _NOT_ALLOWED else None
+
+
+def not_allowed(path: Path, code: int) -> str:
+    """The message about a file or directory that this user may not write (or read), by the error's number."""
+    directory = path if path.is_dir() else path.parent
+    if code == errno.EROFS:
+        remedy = "mount it writable"
+    else:
+        remedy = f"give this user (`id -un`) the right to read and write {directory} and what is in it"
+    return f"{path}: may not be written ({os.strerror(code)}); {remedy}, or work on a copy in a place that may"
 
 
 def write_durable(path: Path, data: bytes) -> None:
@@ -101,7 +133,8 @@ def atomic_write(path: Path, data: bytes | str, durable: bool = True) -> None:
             with disk_full_is_named(path):
                 temporary.write_bytes(content)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where nothing may be written nothing may be removed; what failed is told
+            temporary.unlink(missing_ok=True)
         raise
     os.replace(temporary, path)
     if durable:
@@ -132,7 +165,8 @@ def read_json(path: Path) -> Any:
 def refuse_existing(directory: Path) -> None:
     """Raise `Refusal` if a directory that is to be made exists and is not an empty one."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise Refusal(f"{directory}: exists already; name a new directory, or remove this one first")
+        remove = typed("rm", "-r", directory)
+        raise Refusal(f"{directory}: exists already; name a new directory, or remove this one first (`{remove}`)")
 
 
 def bytes_below(directory: Path) -> int:

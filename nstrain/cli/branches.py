@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nstrain.base.commands import typed
 from nstrain.base.units import human_count
 from nstrain.cli.common import parse_recipe, parse_token_option, progress_bars, resolve, table
 
@@ -106,8 +107,9 @@ def _show_branch(run: str, parent: str, made: Branched) -> None:
         print(f"{parent} was changed since; the branch keeps what it was trained with at the fork: {difference}")
     for note in made.notes:
         print(f"note: {note}")
-    print(f"next: nstrain tune {run} (rows of a new length go through one at a time until it has); nstrain check {run}")
-    print(f"then: nstrain run {run}")
+    tune, check = typed("nstrain", "tune", run), typed("nstrain", "check", run)
+    print(f"next: {tune} (rows of a new length go through one at a time until it has); {check}")
+    print(f"then: {typed('nstrain', 'run', run)}")
 
 
 def rollback(
@@ -125,4 +127,4 @@ def rollback(
     if done.to_prepare:
         cycles = ", ".join(map(str, done.to_prepare))
         print(f"data cycle {cycles} was deleted; the preparer makes it again from its manifest")
-    print(f"next: nstrain run {run}")
+    print(f"next: {typed('nstrain', 'run', run)}")

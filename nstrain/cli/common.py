@@ -40,14 +40,16 @@ def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     from rich.console import Console
     from rich.table import Table
 
-    drawn = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    drawn = Table(header_style="bold")
     for index, head in enumerate(heads):
         drawn.add_column(head, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
         drawn.add_row(*row)
     terminal = sys.stdout.isatty()
     out = io.StringIO()
-    Console(file=out, width=None if terminal else 110, force_terminal=terminal).print(drawn)
+    console = Console(file=out, width=None if terminal else 110, force_terminal=terminal)
+    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)  # a path in it stays whole
+    console.print(drawn)
     return out.getvalue().rstrip("\n")
 
 

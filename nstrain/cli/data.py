@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nstrain.base.commands import typed
 from nstrain.base.errors import ExitCode, Refusal
 from nstrain.base.units import human_bytes, human_count, human_seconds, parse_tokens
 from nstrain.cli.common import Bars, parse_recipe, progress_bars, resolve, table
@@ -76,7 +77,7 @@ def init(
     count = "open-ended" if piece.cycles is None else f"{piece.cycles} cycles"
     plan = line.cycle_plan(1)
     print(f"schedule: {count} of {piece.cycle_tokens:,} tokens in {plan.segments} segments; unit {unit_tokens:,}")
-    print(f"next: nstrain data val --work {work}")
+    print(f"next: {typed('nstrain', 'data', 'val', '--work', work)}")
 
 
 def _shows_downloads(bar: Bars) -> Callable[[DownloadProgress], None]:
@@ -173,7 +174,7 @@ def branch(
     count = cycles or "open-ended,"
     print(f"{line.work}: forked after cycle {at_cycle}; {count} cycles of {piece.cycle_tokens:,} tokens")
     if not (line.work / "val").exists():
-        print(f"its rows are longer than the trunk's; next: nstrain data val --work {work}")
+        print(f"its rows are longer than the trunk's; next: {typed('nstrain', 'data', 'val', '--work', work)}")
 
 
 @app.command("plan")
@@ -261,7 +262,7 @@ def status(work: Work, as_json: AsJson = False) -> None:
 
 @app.command("verify")
 def verify(work: Work, as_json: AsJson = False) -> None:
-    """Check every hash of a data line and the chain of its manifests; all failures at once."""
+    """Check every hash of a data line but its sources' files, and the chain of its manifests; all failures at once."""
     import dataclasses
 
     from nstrain.data.line import DataLine
@@ -367,7 +368,7 @@ def _prepare_in_background(work: Path, ahead: int, workers: int | None, until: i
     output = work / "preparer.out"
     pid = begin(f"nstrain-data-{work.name}", [*service, "--foreground"], command, output)
     print(f"{work}: prepared in the background by process {pid}; what it does: {output}")
-    print(f"look: nstrain data status --work {work}; end: kill {pid}")
+    print(f"look: {typed('nstrain', 'data', 'status', '--work', work)}; end: kill {pid}")
 
 
 @app.command("show")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from nstrain.base.commands import typed
 from nstrain.base.errors import ExitCode, Refusal
 from nstrain.base.units import human_count, human_seconds, parse_tokens
 from nstrain.cli.common import parse_token_option, resolve
@@ -103,7 +104,7 @@ def new(
     print(f"{resolve(run)}: {settings.model.preset} on {settings.data.work}")
     for note in schedule_notes(settings, DataLine.open(Path(settings.data.work)).schedule):
         print(f"note: {note}")
-    print(f"next: nstrain check {run}; nstrain run {run} --foreground")
+    print(f"next: {typed('nstrain', 'check', run)}; {typed('nstrain', 'run', run, '--foreground')}")
 
 
 def _given(**options: float | None) -> dict[str, float]:
@@ -165,15 +166,15 @@ def run(
         raise typer.Exit(int(run_foreground(place)))
     from nstrain.cli.background import begin
     from nstrain.line.paths import LinePaths
+    from nstrain.line.run_json import refuse_no_line
 
     paths = LinePaths(place)
-    if not paths.run_json.exists():
-        raise Refusal(f"{place} is not a training line (no run.json); make one with `nstrain new`")
+    refuse_no_line(place)
     service = [sys.executable, "-m", "nstrain.cli.main", "run", str(place), "--foreground"]
     command = [sys.executable, "-m", "nstrain.supervise", str(place)]
     pid = begin(f"nstrain-{place.name}", service, command, paths.supervisor_out)
     print(f"{place}: runs in the background as process {pid}")
-    print(f"look: nstrain status {run}; end: nstrain stop {run}")
+    print(f"look: {typed('nstrain', 'status', run)}; end: {typed('nstrain', 'stop', run)}")
 
 
 def status(
@@ -214,7 +215,13 @@ def lines(
         print(json.dumps([line.to_json() for line in found], indent=2))
         return
     heads = ("line", "model", "state", "update", "tokens", "loss", "tokens/s", "left", "what it waits for")
-    print(table(f"{len(found)} lines below {lines_root(root)}", heads, [line.row() for line in found]))
+    print(
+        table(
+            f"{len(found)} line{'' if len(found) == 1 else 's'} below {lines_root(root)}",
+            heads,
+            [line.row() for line in found],
+        )
+    )
 
 
 def stop(

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from nstrain import __version__
+from nstrain.base.disk import refused_file
 from nstrain.base.errors import ExitCode, Interrupted, NstrainError
 from nstrain.cli import bench, branches, checkpoints, data, lines, model, schema, tune
 
@@ -72,6 +73,12 @@ def main() -> None:
         # Whoever read our output has closed it (head, a pager): not an error of ours.
         sys.stderr.close()
         sys.exit(int(ExitCode.DONE))
+    except OSError as error:
+        told = refused_file(error)
+        if told is None:
+            raise
+        print(f"nstrain: {told}", file=sys.stderr)
+        sys.exit(int(told.exit_code))
 
 
 if __name__ == "__main__":

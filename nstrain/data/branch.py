@@ -15,7 +15,7 @@ from nstrain.base.disk import atomic_write, atomic_write_json, directory_by_rena
 from nstrain.base.errors import Refusal
 from nstrain.data.init import EMPTY_STATE, LINE_DIRECTORIES
 from nstrain.data.line import DataLine, Fork
-from nstrain.data.manifest import load_manifest, refuse_edited_past
+from nstrain.data.manifest import cycle_manifest, refuse_edited_past
 from nstrain.data.schedule import Piece, Schedule, make_piece
 from nstrain.data.val import load_index, sealed_index
 from nstrain.settings.model import dump
@@ -96,4 +96,4 @@ def _forked_manifest(trunk: DataLine, at_cycle: int) -> dict[str, Any]:
     path = trunk.manifest_path(at_cycle)
     if not path.exists():
         raise Refusal(f"{trunk.work}: cycle {at_cycle} has not been prepared; fork after one that has, or prepare it")
-    return load_manifest(path)
+    return cycle_manifest(trunk, at_cycle)

@@ -11,7 +11,9 @@ from typing import Literal
 
 import pydantic
 
+from nstrain.base.commands import typed
 from nstrain.base.disk import atomic_write_json
+from nstrain.base.errors import Refusal
 from nstrain.settings.model import Settings, dump, load
 
 
@@ -42,4 +44,15 @@ def write_consumer(work: Path, id: str, cycle: int, row: int, tokens: int, run: 
 
 def read_consumers(work: Path) -> list[Consumer]:
     """Every consumer's entry, by id. Raises `Refusal` for a file that is not one."""
-    return [load(Consumer, path) for path in sorted((work / "consumers").glob("*.json"))]
+    return [read_consumer(path) for path in sorted((work / "consumers").glob("*.json"))]
+
+
+def read_consumer(path: Path) -> Consumer:
+    """One entry. Raises `Refusal` for a file that is not one."""
+    try:
+        return load(Consumer, path)
+    except Refusal as error:
+        raise Refusal(
+            f"{error}; remove it with `{typed('rm', path)}`: `nstrain run` of the training line {path.stem!r} writes "
+            "it again, from its newest checkpoint. Until then no cycle is kept for that line, but made again"
+        ) from None

@@ -7,6 +7,7 @@ same bytes. NAME.bin holds the source's stream: the cycle's targets plus one tok
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -32,9 +33,11 @@ from nstrain.data.draw import SourceDraw, document_tokens
 from nstrain.data.encode import Encoder
 from nstrain.data.line import DataLine
 from nstrain.data.manifest import (
+    cycle_manifest,
+    drawing_from,
     encode_manifest,
     files_taken,
-    load_manifest,
+    make_again,
     manifest_head,
     opening_of,
     previous_sha256,
@@ -82,7 +85,7 @@ def prepare_cycle(
     """
     plan = line.cycle_plan(cycle)
     path = line.manifest_path(cycle)
-    known = load_manifest(path) if path.exists() else None
+    known = cycle_manifest(line, cycle) if path.exists() else None
     if known is not None:
         refuse_edited_past(line, known)
     before = {} if known is not None else states_before(line, cycle)
@@ -103,7 +106,10 @@ def prepare_cycle(
             opening = open_for_cycle(files, listing, before[name], rates, targets, open_files, cycle)
         return SourceJob(line.source(name), listing.digest, listing.strata, files, opening)
 
-    with directory_by_rename(line.cycle_directory(cycle)) as directory:
+    with contextlib.ExitStack() as held:
+        directory = held.enter_context(directory_by_rename(line.cycle_directory(cycle)))
+        if known is not None:
+            held.enter_context(drawing_from(path, make_again(line, cycle)))
         head = manifest_head(line, plan)
         sources: dict[str, Any] = {}
         after = {name: state.to_json() for name, state in before.items()} if known is None else dict(known["after"])
@@ -201,14 +207,27 @@ def _still_needed(after: SourceState) -> set[tuple[int, int]]:
 def _put_manifest(line: DataLine, cycle: int, data: bytes, sha256: str) -> None:
     path = line.manifest_path(cycle)
     if not path.exists():
+        if line.manifest_path(cycle + 1).exists():  # it was lost, and is made again
+            _refuse_other_manifest(line, cycle, sha256)
         path.parent.mkdir(exist_ok=True)
         atomic_write(path, data)
         return
     if path.read_bytes() != data:
-        load_manifest(path)  # a damaged one is named as such
+        cycle_manifest(line, cycle)  # a damaged one is named as such
         raise Refusal(
             f"{path}: preparing cycle {cycle} again gives another manifest (sha256 {sha256}) than the permanent one "
-            f"({sha256_bytes(path.read_bytes())}); the pinned inputs or line.json were changed: put them back"
+            f"({sha256_bytes(path.read_bytes())}): the pinned inputs or line.json were changed, put them back; or the "
+            f"manifest was: {make_again(line, cycle)}"
+        )
+
+
+def _refuse_other_manifest(line: DataLine, cycle: int, sha256: str) -> None:
+    """Refuse a manifest that the next one, which is there, does not follow."""
+    expected = cycle_manifest(line, cycle + 1)["previous"]
+    if expected != sha256:
+        raise Refusal(
+            f"{line.manifest_path(cycle)}: made again it has sha256 {sha256}, the manifest after it follows "
+            f"{expected}; the pinned inputs or line.json were changed: put them back, or a copy of this manifest"
         )
 
 
@@ -264,9 +283,13 @@ def delete_consumed(line: DataLine) -> list[int]:
 
 
 def discard_partial_cycles(line: DataLine) -> None:
-    """Remove what a killed preparer left half-written or half-deleted."""
+    """Remove what a killed preparer left half-written or half-deleted, and a directory that lost its READY.
+
+    Such a one is no cycle, and would be in the way of the one that is made again.
+    """
     directory = line.work / "cycles"
     if directory.exists():
         for path in directory.iterdir():
-            if path.name.endswith(PARTIAL_SUFFIX):
+            unready = path.name.isdecimal() and not line.is_ready(int(path.name))
+            if path.is_dir() and (unready or path.name.endswith(PARTIAL_SUFFIX)):
                 shutil.rmtree(path)

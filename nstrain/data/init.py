@@ -73,7 +73,8 @@ def find_recipe(name: str) -> Recipe:
     """A recipe by its file, or by the name of one that comes with nstrain. Raises `Refusal`."""
     packaged = packaged_recipes()
     if not Path(name).is_file() and name not in packaged:
-        raise Refusal(f"{name}: no such recipe; name a file, or one that comes with nstrain: {', '.join(packaged)}")
+        found = "a directory, not a recipe" if Path(name).is_dir() else "no such recipe"
+        raise Refusal(f"{name}: {found}; name a file, or one that comes with nstrain: {', '.join(packaged)}")
     return load_recipe(Path(name) if Path(name).is_file() else packaged[name])
 
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
+from nstrain.base.commands import typed
 from nstrain.base.disk import sha256_bytes
 from nstrain.base.errors import Refusal
 from nstrain.data.calibration import Calibration, load_calibration
@@ -30,6 +31,23 @@ from nstrain.data.supply import DOWNLOADS, OnDownload, SuppliedSource, fetched_n
 from nstrain.settings.model import Natural, Positive, Settings, Whole, WholeNumber, load
 
 LINE_FORMAT: Literal[1] = 1
+
+OF_A_LINE = ("state.json", "manifests", "sources", "cycles", "consumers")
+"""What lies in no directory but a data line's."""
+
+RESTORE_LINE = (
+    "put a copy of it back. Without one: `nstrain data init` into another directory, with the recipe, tokenizer and "
+    "options of then, makes the same file (the same `id`, which manifests/ have as `line`); copy that here, and extend "
+    "its schedule as it was"
+)
+"""What mends a line.json."""
+
+RESTORE_STATE = (
+    "put a copy of it back. The state.json of a branch or the trunk of this data line has the same calibration, and so "
+    "has that of `nstrain data init` into another directory with the recipe, tokenizer and options of then: copy one "
+    "here"
+)
+"""What mends a state.json: all else in it is found again."""
 
 
 class TokenizerPin(Settings):
@@ -120,8 +138,17 @@ class DataLine:
         """Open a line. Raises `Refusal` if it is not one, or was made by code whose order or encoding differs."""
         path = work / "line.json"
         if not path.exists():
-            raise Refusal(f"{work} is not a data line (no line.json); make one with `nstrain data init --work {work}`")
-        settings = load(LineSettings, path)
+            if any((work / name).exists() for name in OF_A_LINE):
+                raise Refusal(f"{path}: missing, though this is a data line; {RESTORE_LINE}")
+            make = typed("nstrain", "data", "init", "--work", work)
+            raise Refusal(
+                f"{work} is not a data line (no line.json). One that was moved is named to its training lines by "
+                f"`data.work` in their run.json; else make one with `{make}`"
+            )
+        try:
+            settings = load(LineSettings, path)
+        except Refusal as error:
+            raise Refusal(f"{error}. If nobody edited it: {RESTORE_LINE}") from None
         for name, theirs, ours in (
             ("ORDER_VERSION", settings.order_version, ORDER_VERSION),
             ("ENCODING_VERSION", settings.encoding_version, ENCODING_VERSION),
@@ -134,15 +161,15 @@ class DataLine:
         if settings.id != settings.fixed_id():
             raise Refusal(
                 f"{path}: was edited: its id is {settings.id}, its fields hash to {settings.fixed_id()}. All but the "
-                "schedule and the sources' paths keep their value for the line's life; put back the original, or make "
-                "a new line"
+                "schedule and the sources' paths keep their value for the line's life; put back the original. "
+                f"If nobody edited it: {RESTORE_LINE}"
             )
         names = [source.settings.name for source in settings.sources]
         for piece in settings.schedule:
             if list(piece.recipe) != [name for name in names if name in piece.recipe]:
                 raise Refusal(
                     f"{path}: a recipe of the schedule has {', '.join(piece.recipe)}; expected some of the line's "
-                    f"sources in their order: {', '.join(names)}"
+                    f"sources in their order: {', '.join(names)}. If nobody edited it: {RESTORE_LINE}"
                 )
         fork_tokens = settings.fork.tokens if settings.fork else 0
         return cls(work, settings, Schedule(settings.schedule, settings.unit_tokens, fork_tokens))
@@ -256,11 +283,14 @@ class DataLine:
     def calibration(self) -> Calibration:
         """The line's calibration. Raises `Refusal` if it is not the one that line.json pins."""
         path = self.work / "state.json"
-        calibration = load_calibration(path)
+        try:
+            calibration = load_calibration(path)
+        except Refusal as error:
+            raise Refusal(f"{error}; {RESTORE_STATE}") from None
         if calibration.digest() != self.settings.calibration_sha256:
             raise Refusal(
                 f"{path}: its calibration has digest {calibration.digest()}, line.json pins "
-                f"{self.settings.calibration_sha256}; restore the original: shares follow from it"
+                f"{self.settings.calibration_sha256}, and shares follow from it; {RESTORE_STATE}"
             )
         return calibration
 

@@ -112,6 +112,7 @@ class Preparer:
     def run(self) -> ExitCode:
         """Prepare until there is nothing left to do. The caller holds the lock. Errors are recorded, then raised."""
         try:
+            self.line.calibration()
             refuse_edited_pasts(self.line)
             discard_partial_cycles(self.line)
             encoder = self.line.encoder()

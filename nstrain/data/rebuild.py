@@ -7,22 +7,21 @@ hashes of the token files.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from nstrain.base.disk import canonical_json, directory_by_rename, sha256_bytes
-from nstrain.base.errors import Exhausted, Refusal
+from nstrain.base.errors import Refusal
 from nstrain.data.cycles import SourceJob, Stream, write_stream
 from nstrain.data.encode import ENCODING_VERSION, Encoder, load_encoder
 from nstrain.data.line import DataLine
-from nstrain.data.manifest import files_taken, load_manifest, opening_of
+from nstrain.data.manifest import drawing_from, files_taken, load_manifest, opening_of
 from nstrain.data.opened import OpenedFiles
 from nstrain.data.opener_pool import OpenerPool, default_workers
 from nstrain.data.order import ORDER_VERSION
@@ -54,18 +53,6 @@ class ManifestFiles:
         return self._files[stratum, order]
 
 
-@contextlib.contextmanager
-def _naming(manifest_path: Path) -> Iterator[None]:
-    """Name the manifest if its fields do not fit each other, so that nothing can be drawn from it."""
-    try:
-        yield
-    except (Exhausted, LookupError, TypeError, ValueError, AssertionError) as error:
-        raise Refusal(
-            f"{manifest_path}: its cycle cannot be drawn from it ({type(error).__name__}: {error}); it is not as the "
-            "preparer wrote it: restore it"
-        ) from error
-
-
 def rebuild_cycle(
     manifest_path: Path,
     tokenizer: Path,
@@ -86,7 +73,7 @@ def rebuild_cycle(
     manifest = load_manifest(manifest_path)
     _refuse_other_versions(manifest_path, manifest)
     encoder = _encoder_of(manifest, tokenizer)
-    with _naming(manifest_path):
+    with drawing_from(manifest_path):
         hub = {name for name in manifest["order"] if manifest["sources"][name]["settings"]["kind"] == "hub"}
     missing = [name for name in manifest["order"] if name not in places and name not in hub]
     if missing:
@@ -100,7 +87,7 @@ def rebuild_cycle(
     try:
         with (
             directory_by_rename(out) as directory,
-            _naming(manifest_path),
+            drawing_from(manifest_path),
             OpenerPool(encoder, default_workers() if workers is None else workers) as pool,
         ):
             written = 0
@@ -180,8 +167,13 @@ def rebuild_in_line(
     on_download: OnDownload = fetched_nothing,
     workers: int | None = None,
 ) -> Path:
-    """Rebuild a cycle of a line from its manifest, in its own place or in `out`; returns the directory."""
+    """Rebuild a cycle of a line from its manifest, in its own place or in `out`; returns the directory.
+
+    The caller holds the preparer's lock: what lies in the cycle's place without a READY is no cycle, and is replaced.
+    """
     directory = out or line.cycle_directory(cycle)
+    if out is None and directory.is_dir() and not line.is_ready(cycle):
+        shutil.rmtree(directory)
     settings = [source.settings for source in line.settings.sources]
     places = {source.name: source.root for source in settings if source.kind == "local"}
     mirrors = {source.name: source.mirrors for source in settings}

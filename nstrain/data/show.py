@@ -6,13 +6,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from nstrain.data.cycles import STREAM_DOCUMENT
 from nstrain.data.line import DataLine
-from nstrain.data.manifest import load_manifest
-from nstrain.data.rows import CycleRows, row_order
+from nstrain.data.manifest import cycle_manifest
+from nstrain.data.rows import CycleRows, prepared_again, refuse_other_hash, row_order
 
 FIRST_TOKENS = 16
+
+
+def _table(rows: CycleRows, name: str) -> npt.NDArray[Any]:
+    """A source's table of documents. Raises `Refusal` if it is not the one that the manifest pins."""
+    path = rows.line.cycle_directory(rows.cycle) / f"{name}.idx"
+    refuse_other_hash(path, rows.manifest["sources"][name]["files"]["idx"]["sha256"], prepared_again(path.parent))
+    return np.fromfile(path, dtype=STREAM_DOCUMENT)
 
 
 def show_rows(
@@ -25,8 +33,8 @@ def show_rows(
     text on request. Of a cycle whose tokens are deleted only row, source and window are known: the manifest gives
     them. Raises `Refusal` for rows or a cycle that do not exist.
     """
-    if not line.is_ready(cycle):
-        order = row_order(load_manifest(line.manifest_path(cycle)), row_tokens)
+    if not line.cycle_directory(cycle).exists():
+        order = row_order(cycle_manifest(line, cycle), row_tokens)
         sources, windows = order.locate(first, last)
         for place, (source, window) in enumerate(zip(sources, windows, strict=True)):
             yield {
@@ -38,9 +46,7 @@ def show_rows(
         return
     rows = CycleRows.open(line, cycle, row_tokens)
     decode = line.encoder().decode if with_text else None
-    tables = [
-        np.fromfile(line.cycle_directory(cycle) / f"{name}.idx", dtype=STREAM_DOCUMENT) for name in rows.order.sources
-    ]
+    tables = [_table(rows, name) for name in rows.order.sources]
     sources, windows = rows.order.locate(first, last)
     for place, tokens in enumerate(rows.read(first, last)):
         source, window = int(sources[place]), int(windows[place])

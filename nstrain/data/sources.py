@@ -187,6 +187,12 @@ class PinnedFile:
     texts that are of this stratum (the file is then in the list once for each of its strata)."""
 
 
+RESTORE_LISTING = (
+    "put a copy of it back: that of a branch or the trunk is the same, and so is that of `nstrain data init` into "
+    "another directory with the recipe, tokenizer and options of then"
+)
+"""What mends a list of pinned files."""
+
 _LISTING_COLUMNS = ("path", "size", "sha256", "stratum", "order", "text_bytes")
 
 
@@ -241,8 +247,8 @@ class Listing:
         """Read back; raises `Refusal` if the content is not what line.json pins."""
         try:
             columns = pq.read_table(path, columns=list(_LISTING_COLUMNS)).to_pydict()
-        except (OSError, pa.ArrowException) as error:
-            raise Refusal(f"{path}: the pinned file list cannot be read ({error})") from None
+        except (OSError, ValueError, pa.ArrowException) as error:  # a string that is no UTF-8
+            raise Refusal(f"{path}: the pinned file list cannot be read ({error}); {RESTORE_LISTING}") from None
         strata = tuple(sorted(set(columns["stratum"])))
         ids = {name: index for index, name in enumerate(strata)}
         files: list[list[PinnedFile]] = [[] for _ in strata]
@@ -251,7 +257,7 @@ class Listing:
         listing = cls(strata, tuple(tuple(sorted(of_stratum, key=lambda f: f.order)) for of_stratum in files))
         if listing.digest != digest:
             raise Refusal(
-                f"{path}: its content has digest {listing.digest}, line.json pins {digest}; restore the original file"
+                f"{path}: its content has digest {listing.digest}, line.json pins {digest}; {RESTORE_LISTING}"
             )
         return listing
 

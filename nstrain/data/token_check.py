@@ -8,11 +8,11 @@ take no part of it.
 from __future__ import annotations
 
 import hashlib
-import shlex
 import threading
 from io import FileIO
 from pathlib import Path
 
+from nstrain.base.commands import typed
 from nstrain.base.errors import NeedsOperator
 from nstrain.data.rows import CycleRows
 
@@ -76,7 +76,7 @@ class TokenCheck:
                 path = Path(str(file.name))
                 return NeedsOperator(
                     f"{path}: expected sha256 {expected}, by the manifest of cycle {self._rows.cycle}, found {found}. "
-                    f"Remove the cycle with `rm -r {shlex.quote(str(path.parent))}`: the preparer makes it again, to "
+                    f"Remove the cycle with `{typed('rm', '-r', path.parent)}`: the preparer makes it again, to "
                     "the bytes of the manifest"
                 )
         return None

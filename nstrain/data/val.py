@@ -10,6 +10,7 @@ and stay for the line's life. index.json pins each NAME.bin and carries a hash o
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from nstrain.base.commands import typed
 from nstrain.base.disk import canonical_json, directory_by_rename, read_json, sha256_bytes
 from nstrain.base.errors import Refusal
 from nstrain.data.encode import Encoder
@@ -28,6 +30,9 @@ from nstrain.data.supply import OnDownload, fetched_nothing
 VALIDATION_FORMAT = 2
 DEFAULT_UNITS = 16
 """Units of held-out tokens that `data val` gathers for a source, unless told otherwise."""
+
+_ASKED = re.compile(rb'"asked_tokens":([1-9][0-9]*)')
+"""Where val/index.json says how many tokens of a source were asked for; found in a damaged one too."""
 
 BATCH_CHARACTERS = 4 << 20
 """Held-out text that is encoded at once."""
@@ -77,6 +82,7 @@ def collect_held_out(
             "format": VALIDATION_FORMAT,
             "line": line.id,
             "unit_tokens": line.unit_tokens,
+            "asked_tokens": target,
             "sources": sources,
         }
         (directory / "index.json").write_bytes(sealed_index(index))
@@ -84,9 +90,13 @@ def collect_held_out(
 
 
 def sealed_index(index: dict[str, Any]) -> bytes:
-    """val/index.json's bytes: its fields, and in `sha256` the hash of all others in their canonical form."""
-    fields = {name: value for name, value in index.items() if name != "sha256"}
-    return canonical_json({**fields, "sha256": sha256_bytes(canonical_json(fields))})
+    """val/index.json's bytes: its fields, and in `sha256` the hash of all others in their canonical form.
+
+    How much was asked for is not hashed: it says how to gather the text, which is the same for many a number.
+    """
+    fields = {name: value for name, value in index.items() if name not in ("sha256", "asked_tokens")}
+    asked = {name: index[name] for name in ("asked_tokens",) if name in index}
+    return canonical_json({**fields, **asked, "sha256": sha256_bytes(canonical_json(fields))})
 
 
 def _gather(
@@ -219,9 +229,9 @@ class ValidationRows:
             path = line.work / "val" / f"{name}.bin"
             data = path.read_bytes() if path.exists() else b""
             if sha256_bytes(data) != entry["sha256"]:
+                found = "no file" if not path.exists() else f"sha256 {sha256_bytes(data)}"
                 raise Refusal(
-                    f"{path} is damaged; remove {path.parent} and run `nstrain data val` again, with the same "
-                    "--tokens-per-source if it was given one"
+                    f"{path}: damaged: expected sha256 {entry['sha256']}, found {found}; {gather_again(line)}"
                 )
             stream = np.frombuffer(data, line.token_dtype).astype(np.int64)
             rows += _cut(name, entry["groups"], stream, row_tokens, rows_per_source)
@@ -232,12 +242,15 @@ def load_index(line: DataLine) -> dict[str, Any]:
     """val/index.json. Raises `Refusal` if `data val` has not run, or if it was edited or is of another line."""
     path = line.work / "val" / "index.json"
     if not path.exists():
-        raise Refusal(f"{line.work}: has no held-out rows yet; run `nstrain data val --work {line.work}`")
-    again = (
-        "restore it, or remove val/ and run `nstrain data val` again, which gathers the same if it is given the same "
-        "--tokens-per-source"
-    )
-    index: Any = read_json(path)
+        if path.parent.exists():
+            raise Refusal(f"{path}: missing; {gather_again(line)}")
+        gather = typed("nstrain", "data", "val", "--work", line.work)
+        raise Refusal(f"{line.work}: has no held-out rows yet; run `{gather}`")
+    again = gather_again(line)
+    try:
+        index: Any = read_json(path)
+    except Refusal as error:
+        raise Refusal(f"{error}; {again}") from None
     if not isinstance(index, dict) or (index.get("format"), index.get("line")) != (VALIDATION_FORMAT, line.id):
         raise Refusal(f"{path}: not the held-out index of this line in format {VALIDATION_FORMAT}; {again}")
     if path.read_bytes() != sealed_index(index):
@@ -246,6 +259,20 @@ def load_index(line: DataLine) -> dict[str, Any]:
             f"damaged, and validation rows and weights are fixed for the line's life; {again}"
         )
     return index
+
+
+def gather_again(line: DataLine) -> str:
+    """How to have damaged held-out text back: it follows from the pinned inputs and how much of it was asked for."""
+    path = line.work / "val"
+    index = path / "index.json"
+    found = _ASKED.search(index.read_bytes()) if index.exists() else None
+    command = ["nstrain", "data", "val", "--work", str(line.work)]
+    if found is not None:
+        command += ["--tokens-per-source", found[1].decode()]
+    note = "" if found is not None else ", and the --tokens-per-source of then if it was given one"
+    if line.settings.fork is not None:
+        note += ". A branch with rows as long as its trunk's: the files NAME.bin are those of its trunk"
+    return f"put a copy back, or have the same gathered again by `{typed('rm', '-r', path)} && {typed(*command)}`{note}"
 
 
 def held_out_digest(line: DataLine) -> str:

@@ -7,14 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nstrain.base.disk import read_json, sha256_file
 from nstrain.base.errors import NstrainError, Refusal
 from nstrain.data.consumers import read_consumers
-from nstrain.data.cycles import cycles_on_disk
 from nstrain.data.line import DataLine
-from nstrain.data.manifest import last_manifest, load_manifest, previous_sha256, refuse_edited_past, states_before
+from nstrain.data.manifest import (
+    cycle_manifest,
+    last_prepared,
+    make_again,
+    previous_sha256,
+    refuse_edited_past,
+    states_before,
+)
+from nstrain.data.rows import prepared_again, read_cycle, refuse_other_hash
 from nstrain.data.state import SourceState, StratumState, Tail
-from nstrain.data.val import load_index
+from nstrain.data.val import gather_again, load_index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +33,10 @@ class Verified:
 
 
 def verify_line(line: DataLine, progress: Callable[[str], None] = lambda what: None) -> list[Verified]:
-    """Check lists, calibration, tokenizer, held-out rows, every manifest and every token file on disk; all findings."""
+    """Check lists, calibration, tokenizer, held-out rows, every manifest and every token file on disk; all findings.
+
+    The sources' own files are not read.
+    """
     found: list[Verified] = []
 
     def look(what: str, check: Callable[[], str]) -> None:
@@ -39,40 +48,38 @@ def verify_line(line: DataLine, progress: Callable[[str], None] = lambda what: N
             found.append(Verified(what, False, message))
 
     for name in line.source_names:
-        look(f"pinned files of {name}", lambda name=name: f"{line.listing(name).count:,} files")  # type: ignore[misc]
+        look(f"pinned files of {name}", lambda name=name: _pinned(line, name))  # type: ignore[misc]
     look("calibration", lambda: f"{len(line.calibration().sources)} sources")
     look("tokenizer", lambda: f"{line.encoder().vocabulary.size:,} ids; control tokens in a text stay text")
     if (line.work / "val").exists():
         look("held-out rows", lambda: _held_out(line))
     look("consumers", lambda: ", ".join(consumer.id for consumer in read_consumers(line.work)) or "none")
     taken: dict[tuple[str, int, int], int] = {}
-    for cycle in range(1, _last_prepared(line) + 1):
+    for cycle in range(1, last_prepared(line) + 1):
         look(f"manifest {cycle}", lambda cycle=cycle: _manifest(line, cycle, taken))  # type: ignore[misc]
-        if line.is_ready(cycle):
+        if line.cycle_directory(cycle).exists():
             look(f"cycle {cycle}", lambda cycle=cycle: _token_files(line, cycle))  # type: ignore[misc]
     return found
 
 
-def _last_prepared(line: DataLine) -> int:
-    """The last cycle of which there is any trace: a manifest, token files, or what the preparer has recorded."""
-    try:
-        recorded = int(read_json(line.work / "state.json")["prepared_cycles"])
-    except (NstrainError, LookupError, TypeError, ValueError):  # its calibration is looked at above
-        recorded = 0
-    return max([recorded, last_manifest(line), *cycles_on_disk(line)])
+def _pinned(line: DataLine, name: str) -> str:
+    return (
+        f"the list of {line.listing(name).count:,} files; the files are not read here, but hashed when they are opened "
+        "(`nstrain check RUN --deep` hashes those on this machine)"
+    )
 
 
 def _held_out(line: DataLine) -> str:
     index = load_index(line)
     for name, entry in index["sources"].items():
-        _refuse_other_hash(line, f"val/{name}.bin", entry["sha256"])
+        refuse_other_hash(line.work / "val" / f"{name}.bin", entry["sha256"], gather_again(line))
     return f"{sum(entry['tokens'] for entry in index['sources'].values()):,} tokens"
 
 
 def _manifest(line: DataLine, cycle: int, taken: dict[tuple[str, int, int], int]) -> str:
     """A manifest follows the one before it, and takes no document that an earlier one took."""
     path = line.manifest_path(cycle)
-    manifest = load_manifest(path)
+    manifest = cycle_manifest(line, cycle)
     try:
         return _following(line, cycle, path, manifest, taken)
     except Exception:  # the manifests after it go on from what it says, and are not blamed for it
@@ -90,10 +97,13 @@ def _following(
     line: DataLine, cycle: int, path: Path, manifest: dict[str, Any], taken: dict[tuple[str, int, int], int]
 ) -> str:
     if manifest["cycle"] != cycle:
-        raise Refusal(f"{path}: is of cycle {manifest['cycle']}, not of cycle {cycle}; restore it")
+        raise Refusal(f"{path}: is of cycle {manifest['cycle']}, not of cycle {cycle}; {make_again(line, cycle)}")
     refuse_edited_past(line, manifest)
     if manifest["previous"] != previous_sha256(line, cycle):
-        raise Refusal(f"{path}: follows manifest {manifest['previous']}, the one before it is another; restore it")
+        raise Refusal(
+            f"{path}: follows manifest {manifest['previous']}, the one before it is another: one of the two is not as "
+            "the preparer wrote it; restore that from a copy"
+        )
     before = states_before(line, cycle)
     if cycle == 1:  # a branch's first cycle goes on inside files that its trunk has opened
         for name, state in before.items():
@@ -111,7 +121,7 @@ def _following(
                     )
                 taken[key] = end
                 documents += end - first
-    return f"{documents:,} documents, each once"
+    return f"{documents:,} document{'' if documents == 1 else 's'}, each once"
 
 
 def _refuse_other_start(where: str, source: dict[str, Any], before: SourceState) -> None:
@@ -126,19 +136,10 @@ def _refuse_other_start(where: str, source: dict[str, Any], before: SourceState)
 
 def _token_files(line: DataLine, cycle: int) -> str:
     directory = line.cycle_directory(cycle)
-    manifest = load_manifest(line.manifest_path(cycle), str(read_json(directory / "READY")["manifest_sha256"]))
+    manifest, _ = read_cycle(line, cycle)
     total = 0
     for name, source in manifest["sources"].items():
         for kind, file in source["files"].items():
-            _refuse_other_hash(line, f"cycles/{directory.name}/{name}.{kind}", file["sha256"])
+            refuse_other_hash(directory / f"{name}.{kind}", file["sha256"], prepared_again(directory))
             total += file["bytes"]
     return f"{total:,} bytes with the manifest's hashes"
-
-
-def _refuse_other_hash(line: DataLine, name: str, expected: str) -> None:
-    path = line.work / name
-    found = sha256_file(path) if path.exists() else "no file"
-    if found != expected:
-        raise Refusal(
-            f"{path}: expected sha256 {expected}, found {found}; remove what is damaged and let it be made again"
-        )

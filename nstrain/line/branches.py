@@ -11,6 +11,7 @@ import dataclasses
 import time
 from pathlib import Path
 
+from nstrain.base.commands import typed
 from nstrain.base.disk import FileLock, atomic_write_json, read_json
 from nstrain.base.errors import Refusal
 from nstrain.line.paths import LinePaths
@@ -42,11 +43,16 @@ def read_branches(paths: LinePaths) -> list[Branch]:
     """A line's branches in the order in which they were made. Raises `Refusal` for a file that is damaged."""
     if not paths.branches.exists():
         return []
-    value = read_json(paths.branches)
+    remedy = f"remove it with `{typed('rm', paths.branches)}`: it only tells where the branches are, which need it not"
     try:
+        value = read_json(paths.branches)
         return [Branch(**entry) for entry in value["branches"]]
+    except Refusal as error:
+        raise Refusal(f"{error}; {remedy}") from None
     except (KeyError, TypeError) as error:
-        raise Refusal(f"{paths.branches}: expected a list of branches, found something else ({error!r})") from None
+        raise Refusal(
+            f"{paths.branches}: expected a list of branches, found something else ({error!r}); {remedy}"
+        ) from None
 
 
 def add_branch(paths: LinePaths, branch: Branch) -> None:

@@ -38,6 +38,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nstrain.base.commands import typed
 from nstrain.base.disk import (
     PARTIAL_SUFFIX,
     atomic_write,
@@ -332,8 +333,9 @@ def _read_hashes(path: Path) -> dict[str, Any]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """A checkpoint's state.json, checked for its fields but not against its hash. Raises as `load_checkpoint` does."""
+    """A checkpoint's state.json, checked for its fields and against its hash. Raises as `load_checkpoint` does."""
     state = _read_json(path / _STATE)
+    _refuse_other_hash(path / _STATE, _read_hashes(path / _HASHES)[_STATE]["blake2b"], hash_file(path / _STATE))
     if isinstance(state, dict) and state.get("format") != FORMAT:
         raise Refusal(
             f"{path / _STATE}: expected checkpoint format {FORMAT}, found {state.get('format')!r}; "
@@ -357,7 +359,6 @@ def load_checkpoint(path: Path) -> Checkpoint:
     that this version does not know.
     """
     files = sized_files(path)
-    _refuse_other_hash(path / _STATE, files[_STATE]["blake2b"], hash_file(path / _STATE))
     state = read_state(path)
     names = sorted(files.keys() - {_STATE})
     with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
@@ -411,6 +412,16 @@ def load_newest_good(paths: LinePaths, warn: Callable[[str], None] = _warn_on_st
     return _newest(paths, lambda path: (path, load_checkpoint(path)), warn)
 
 
+def newest_state(paths: LinePaths, warn: Callable[[str], None] = _warn_on_stderr) -> tuple[Path, dict[str, Any]] | None:
+    """`newest_good` and its state.json as far as it is known without reading a tensor: of those, the sizes count."""
+
+    def sized(path: Path) -> tuple[Path, dict[str, Any]]:
+        sized_files(path)
+        return path, read_state(path)
+
+    return _newest(paths, sized, warn)
+
+
 _Taken = TypeVar("_Taken")
 
 
@@ -457,3 +468,22 @@ def refuse_lost_checkpoints(paths: LinePaths, newest: Path | None, last_update: 
             f"{paths.journal}: records updates up to {last_update}, but {paths.checkpoints} holds no checkpoint. "
             "Put the checkpoints back; to begin anew, make a new line."
         )
+
+
+def refuse_lost_rows(paths: LinePaths, newest: Path | None, last_update: int | None) -> None:
+    """Refuse to go on from a checkpoint that the journal does not reach: a row is recorded before what follows it.
+
+    `newest` is `newest_good`'s answer, `last_update` the journal's last update (None: empty). Raises `Refusal`.
+    """
+    update = None if newest is None else parse_checkpoint_name(newest.name)
+    if update is None or (last_update is not None and update <= last_update):
+        return
+    reached = [known for known in paths.checkpoint_updates() if last_update is not None and known <= last_update]
+    remedy = "Without one the record cannot go on: to begin anew, make a new line."
+    if reached:
+        remedy = f"Without one, `{typed('nstrain', 'rollback', paths.root, '--to', reached[-1])}` goes on from there."
+    found = "none" if last_update is None else f"rows up to {last_update}"
+    raise Refusal(
+        f"{paths.journal}: expected rows up to update {update}, after which {newest} was written, found {found}: rows "
+        f"were lost. Put the journal back from a copy that has them. {remedy}"
+    )

@@ -188,6 +188,8 @@ class SupervisorState:
     """Crashes in a row while other processes were on the GPU; they do not count as failures."""
     preparer_failures: int = 0
     """Failures of the preparer in a row, without a cycle prepared since."""
+    preparer_failure: str | None = None
+    """What its last failure was of, for people."""
     last_event: str | None = None
     """The last thing that happened, as in run.log."""
     last_event_at: float | None = None

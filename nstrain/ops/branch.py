@@ -26,10 +26,11 @@ from nstrain.data.branch import fork_line, forked_recipe, planned_fork
 from nstrain.data.line import DataLine
 from nstrain.data.order import refuse_row_length
 from nstrain.data.val import ValidationRows, collect_held_out, held_out_digest
-from nstrain.line.branches import add_branch, new_branch
+from nstrain.line.branches import add_branch, new_branch, read_branches
 from nstrain.line.checkpoint import read_latest, read_state
 from nstrain.line.fork import fork_checkpoint
 from nstrain.line.paths import LinePaths
+from nstrain.line.run_json import load_settings
 from nstrain.ops.branch_plan import AskedStage, Stage, StageOptions, branch_settings, place_stages, stage_cycles
 from nstrain.ops.branch_trunk import changed_since_fork, settings_at_fork
 from nstrain.ops.consumer import enter_consumer
@@ -38,7 +39,7 @@ from nstrain.record.journal import FIRST_GENERATION, Journal
 from nstrain.record.local_disk import refuse_network_file_system
 from nstrain.settings.changes import Changes
 from nstrain.settings.model import dump, validate
-from nstrain.settings.run import HELD_OUT, METRICS_VERSION, RunSettings, load_run, save_run
+from nstrain.settings.run import HELD_OUT, METRICS_VERSION, RunSettings, save_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +84,11 @@ def make_branch(
     options = options or StageOptions()
     refuse_existing(run)
     paths = LinePaths(parent_run.resolve())
-    now = load_run(paths.run_json)
+    now = load_settings(paths)
     if now.metrics != METRICS_VERSION:
         raise Refusal(f"{paths.run_json}: records metrics version {now.metrics}, this nstrain {METRICS_VERSION}")
     refuse_network_file_system(LinePaths(run).journal)
+    read_branches(paths)  # a damaged list is refused before the data line is made
     state = _state_at_cycle_end(paths, at_cycle)
     parent = settings_at_fork(state, now, str(paths.checkpoint(state["update"])))
     trunk = DataLine.open(Path(parent.data.work))
@@ -126,8 +128,8 @@ def _state_at_cycle_end(paths: LinePaths, cycle: int) -> dict[str, Any]:
             if position["row"] == 0 and position["cycle"] > 1 and position["previous"] is not None:
                 ends[position["cycle"] - 1] = state
     if cycle not in ends:
-        has = f"the ends of cycles {', '.join(map(str, sorted(ends)))}" if ends else "no cycle's end"
-        raise Refusal(f"{paths.root} has no checkpoint at the end of data cycle {cycle}; it has those of {has}")
+        has = f"those of cycles {', '.join(map(str, sorted(ends)))}" if ends else "none at the end of any cycle"
+        raise Refusal(f"{paths.root} has no checkpoint at the end of data cycle {cycle}; it has {has}")
     return ends[cycle]
 
 

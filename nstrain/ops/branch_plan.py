@@ -88,7 +88,10 @@ def stage_cycles(
     pieces = []
     for stage in stages:
         cycles = -(-stage.tokens // longest_cycle_tokens)
-        pieces.append(make_piece(recipe, -(-stage.tokens // cycles), unit_tokens, cycles))
+        try:
+            pieces.append(make_piece(recipe, -(-stage.tokens // cycles), unit_tokens, cycles))
+        except Refusal as error:
+            raise Refusal(f"--plan: {stage.kind}:{stage.tokens}: {error}") from None
     return tuple(pieces)
 
 

@@ -9,32 +9,48 @@ its own way at each launch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nstrain.base.disk import sha256_file
 from nstrain.base.errors import NstrainError, Refusal
 from nstrain.base.host_memory import available_host_bytes
 from nstrain.base.units import human_bytes, human_count
+from nstrain.data.consumers import read_consumers
+from nstrain.data.cycles import cycles_on_disk
 from nstrain.data.line import DataLine
+from nstrain.data.manifest import cycle_manifest, last_manifest, last_prepared, parent_manifest, refuse_edited_pasts
 from nstrain.data.order import refuse_row_length
 from nstrain.data.room import bytes_to_open, disk_room
+from nstrain.data.rows import read_cycle
 from nstrain.data.sources import PinnedFile, resolve_inside
 from nstrain.data.val import held_out_digest, load_index
 from nstrain.gpu.readings import gpu_of, read_gpus, visible_gpu
-from nstrain.line.checkpoint import TENSOR_FILES, newest_good, read_latest, read_state, refuse_lost_checkpoints
+from nstrain.line.checkpoint import (
+    TENSOR_FILES,
+    newest_good,
+    newest_state,
+    read_state,
+    refuse_lost_checkpoints,
+    refuse_lost_rows,
+)
 from nstrain.line.listing import forecast_of, list_checkpoints
 from nstrain.line.paths import LinePaths
+from nstrain.line.run_json import load_settings, refuse_no_line
 from nstrain.ops.consumer import refuse_shared_entry
 from nstrain.ops.schedule_notes import schedule_notes
+from nstrain.ops.writable import refuse_unwritable
+from nstrain.record.alarms import WINDOW_UPDATES
 from nstrain.record.journal import Journal
 from nstrain.record.local_disk import refuse_network_file_system
 from nstrain.settings.changes import Changes, settle_changes
 from nstrain.settings.host import load_host
 from nstrain.settings.host_file import host_file
-from nstrain.settings.run import METRICS_VERSION, RunSettings, load_run
+from nstrain.settings.run import METRICS_VERSION, RunSettings
 from nstrain.train.schedule import learning_rate
 
 
@@ -65,8 +81,7 @@ def check_line(
     comparing sizes; `on_file(source, bytes)` is called for each. Raises `Refusal` only if `run` is not a line at all.
     """
     paths = LinePaths(run.resolve())
-    if not paths.run_json.exists():
-        raise Refusal(f"{run} is not a training line (no run.json); make one with `nstrain new`")
+    refuse_no_line(run)
     checks = _Checks(paths, quick, deep, on_file)
     findings: dict[str, Finding] = {}
     for check in CHECKS:
@@ -109,7 +124,7 @@ class _Checks:
         self.parameters: int | None = None
 
     def run_json(self) -> str:
-        self.settings = settings = load_run(self.paths.run_json)
+        self.settings = settings = load_settings(self.paths)
         if settings.metrics != METRICS_VERSION:
             raise Refusal(
                 f"{self.paths.run_json}: field 'metrics' is {settings.metrics}, this nstrain records version "
@@ -118,25 +133,31 @@ class _Checks:
         return f"{settings.model.preset} on {settings.device}, line {settings.id}"
 
     def unchanged(self) -> str:
-        latest = read_latest(self.paths)
-        if latest is None:
+        found = self._newest_state
+        if found is None:
             return "no checkpoint yet: every field may still be edited"
-        state = read_state(self.paths.checkpoint(latest))
+        path, state = found
+        latest = state["update"]
         where, branch = str(self.paths.run_json), self.settings.branch
         if state["id"] != self.settings.id:
             raise Refusal(
-                f"{self.paths.checkpoint(latest)}: belongs to line {state['id']!r}, run.json is of "
+                f"{path}: belongs to line {state['id']!r}, run.json is of "
                 f"{self.settings.id!r}; put the line's own checkpoints back"
             )
         changes = settle_changes(state, self.settings, where, self._held_out())
         meant = [change.describe() for change in changes.applied[len(Changes.from_state(state).applied) :]]
-        found = f"as trained up to update {latest}"
+        text = f"as trained up to update {latest}"
         if branch is not None and latest == branch.update:
-            found = (
+            text = (
                 f"as branched at update {latest}: it has no update of its own yet, but begins with a checkpoint, so "
                 "that fields kept for life change with allow_changes alone"
             )
-        return f"{found}, but changed on purpose: {'; '.join(meant)}" if meant else found
+        return f"{text}, but changed on purpose: {'; '.join(meant)}" if meant else text
+
+    @functools.cached_property
+    def _newest_state(self) -> tuple[Path, dict[str, Any]] | None:
+        """The checkpoint that the line goes on from, as far as small files tell, and its state.json."""
+        return newest_state(self.paths, warn=lambda message: None)
 
     def _held_out(self) -> str | None:
         """The held-out index's hash; None if it cannot be read, which has a check of its own."""
@@ -150,6 +171,9 @@ class _Checks:
         cycles = "an open-ended schedule" if line.cycle_count is None else f"{line.cycle_count} cycles"
         tokens = "" if line.total_tokens is None else f", {human_count(line.total_tokens)} tokens"
         return f"{line.work}: {cycles}{tokens} of {', '.join(line.source_names)}"
+
+    def directories(self) -> str:
+        return refuse_unwritable(self.paths, self.line.work)
 
     def row_lengths(self) -> str:
         for piece in self.settings.rows:
@@ -170,6 +194,7 @@ class _Checks:
         return "; NOTE: ".join([text, *schedule_notes(self.settings, self.line.schedule)])
 
     def consumer(self) -> str:
+        read_consumers(self.line.work)  # the preparer goes by all of them
         entry = refuse_shared_entry(self.paths, self.settings)
         if entry is None:
             return "no entry among the data line's consumers yet; `nstrain run` writes it"
@@ -178,9 +203,29 @@ class _Checks:
     def held_out_index(self) -> str:
         return f"held-out rows of {len(load_index(self.line)['sources'])} sources"
 
+    def data_cycles(self) -> str:
+        """What the preparer and the trainer refuse of what is prepared, before any token is hashed."""
+        line = self.line
+        line.calibration()
+        if line.settings.fork is not None:
+            parent_manifest(line, line.settings.fork)
+        refuse_edited_pasts(line)
+        found = self._newest_state
+        first = 1 if found is None else found[1]["position"]["cycle"]
+        trained = None if found is None else found[1]["position"].get("previous")
+        if trained is not None:
+            cycle_manifest(line, trained["cycle"], trained["manifest_sha256"])
+        ready = [cycle for cycle in cycles_on_disk(line) if cycle >= first]
+        for cycle in ready:
+            read_cycle(line, cycle)
+        lost = [cycle for cycle in range(1, last_prepared(line)) if not line.manifest_path(cycle).exists()]
+        again = f"; the preparer makes {', '.join(map(str, lost))} again, whose manifest is lost" if lost else ""
+        text = ", ".join(map(str, ready)) or "none"
+        return f"ready from cycle {first} on: {text}; {last_manifest(line):,} prepared in all{again}"
+
     def journal(self) -> str:
         refuse_network_file_system(self.paths.journal)
-        last = None
+        newest, last = self._newest_state, None
         if self.paths.journal.exists():
             with Journal.open_for_reading(self.paths.journal) as journal:
                 if journal.metrics_version != self.settings.metrics:
@@ -189,15 +234,17 @@ class _Checks:
                         f"says {self.settings.metrics}; put the line's own journal back"
                     )
                 last = journal.last_update()
-        if not self.paths.checkpoint_updates():
-            refuse_lost_checkpoints(self.paths, None, last)
+                position = 0 if newest is None else newest[1]["update"]
+                list(journal.rows(from_update=max(0, position - WINDOW_UPDATES)))  # the trainer reads these too
+        refuse_lost_checkpoints(self.paths, None if newest is None else newest[0], last)
+        refuse_lost_rows(self.paths, None if newest is None else newest[0], last)
         return "empty, on a local disk" if last is None else f"up to update {last}, on a local disk"
 
     def rates(self) -> str:
         """Refuses a new line on whose schedule nothing would be learnt; tells where rate and average lead."""
         settings, begins = self.settings, 0
-        if (latest := read_latest(self.paths)) is not None:
-            begins = read_state(self.paths.checkpoint(latest))["tokens"]
+        if self._newest_state is not None:
+            begins = self._newest_state[1]["tokens"]
         end = self.line.total_tokens
         edges = [piece.to_tokens for piece in settings.learning_rate if piece.to_tokens is not None]
         edges += [piece.from_tokens + 1 for piece in settings.learning_rate]
@@ -429,11 +476,13 @@ CHECKS = (
     _Check("run.json", _Checks.run_json, True),
     _Check("settings", _Checks.unchanged, True, ("run.json",)),
     _Check("data line", _Checks.data_line, True, ("run.json",)),
+    _Check("directories", _Checks.directories, True, ("data line",)),
     _Check("row lengths", _Checks.row_lengths, True, ("data line",)),
     _Check("updates", _Checks.updates, True, ("data line",)),
     _Check("consumer", _Checks.consumer, True, ("data line",)),
+    _Check("data cycles", _Checks.data_cycles, True, ("settings", "data line")),
     _Check("held-out text", _Checks.held_out_index, True, ("data line",)),
-    _Check("journal", _Checks.journal, True, ("run.json",)),
+    _Check("journal", _Checks.journal, True, ("settings",)),
     _Check("learning rate", _Checks.rates, True, ("settings", "data line")),
     _Check("gpu reader", _Checks.gpu_reader, True, ("run.json",)),
     _Check("notify", _Checks.notify, True),
@@ -445,6 +494,6 @@ CHECKS = (
     _Check("model", _Checks.model, False, ("data line",)),
     _Check("device", _Checks.device, False, ("run.json",)),
     _Check("host memory", _Checks.host_memory, False, ("model",)),
-    _Check("disk", _Checks.disk, False, ("model",)),
+    _Check("disk", _Checks.disk, False, ("data cycles", "model")),
 )
 """In the order in which they are shown; `needs` names checks before them."""

@@ -18,8 +18,8 @@ from nstrain.line.branches import read_branches
 from nstrain.line.listing import DiskForecast, ListedCheckpoint, forecast_of, list_checkpoints
 from nstrain.line.paths import LinePaths
 from nstrain.line.retention import remove_checkpoints, remove_set_aside
+from nstrain.line.run_json import load_settings, refuse_no_line
 from nstrain.ops.rollback import at_rest
-from nstrain.settings.run import load_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ def checkpoints_of(run: Path) -> list[ListedCheckpoint]:
 def forecast(run: Path) -> DiskForecast:
     """What a line's checkpoints will take, by its schedule as it is now; of one that has none yet, all sizes are 0."""
     paths = _paths(run)
-    settings = load_run(paths.run_json)
+    settings = load_settings(paths)
     schedule = DataLine.open(Path(settings.data.work)).cycle_count
     free_bytes = shutil.disk_usage(paths.root).free
     return forecast_of(list_checkpoints(paths), settings.checkpoints.keep_last, schedule, 0, free_bytes)
@@ -127,6 +127,5 @@ def _branches_at(paths: LinePaths) -> dict[int, str]:
 
 def _paths(run: Path) -> LinePaths:
     paths = LinePaths(run.resolve())
-    if not paths.run_json.exists():
-        raise Refusal(f"{run} is not a training line (no run.json)")
+    refuse_no_line(run)
     return paths

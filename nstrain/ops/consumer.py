@@ -10,10 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from nstrain.base.errors import Refusal
-from nstrain.data.consumers import Consumer, write_consumer
+from nstrain.data.consumers import Consumer, read_consumer, write_consumer
 from nstrain.line.checkpoint import newest_good, read_state
 from nstrain.line.paths import LinePaths
-from nstrain.settings.model import load
 from nstrain.settings.run import RunSettings, load_run
 
 
@@ -47,7 +46,7 @@ def refuse_shared_entry(paths: LinePaths, settings: RunSettings) -> Consumer | N
     path = consumer_path(Path(settings.data.work), settings.id)
     if not path.exists():
         return None
-    entry = load(Consumer, path)
+    entry = read_consumer(path)
     other = LinePaths(Path(entry.run))
     elsewhere = other.root.resolve() != paths.root.resolve() and other.run_json.exists()
     if elsewhere and load_run(other.run_json).id == settings.id:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from nstrain.base.commands import typed
 from nstrain.base.errors import Refusal
 from nstrain.data.encode import Encoder
 from nstrain.data.line import DataLine
@@ -66,7 +67,8 @@ def find_weights(place: Path) -> FoundWeights:
     if LinePaths(place).run_json.exists():
         newest = newest_good(LinePaths(place))
         if newest is None:
-            raise Refusal(f"{place}: the line has no checkpoint yet; `nstrain run {place}` writes one when it starts")
+            run = typed("nstrain", "run", place)
+            raise Refusal(f"{place}: the line has no checkpoint yet; `{run}` writes one when it starts")
         checkpoint = newest
     elif not (place / "hashes.json").exists():
         raise Refusal(

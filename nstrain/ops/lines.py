@@ -37,7 +37,7 @@ class FoundLine:
         total = "" if now.tokens_total is None else f" of {human_count(now.tokens_total)}"
         waits = ""
         if now.waiting_for is not None:
-            waits = now.waiting_for
+            waits = now.waiting_for + ("" if now.preparer_failure is None else f": {now.preparer_failure}")
         elif now.state == "failed":
             waits = now.reason or ""
         elif now.alarms:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from nstrain.base.commands import typed
 from nstrain.base.disk import directory_by_rename, refuse_existing
 from nstrain.base.errors import DiskFull, NstrainError, Refusal
 from nstrain.data.line import DataLine
@@ -286,6 +287,6 @@ def _write(run: Path, line: DataLine, settings: RunSettings) -> None:
         enter_consumer(LinePaths(run.resolve()), settings)
     except (DiskFull, OSError) as error:
         raise NstrainError(
-            f"{run} was made, but its entry in {line.work / 'consumers'} could not be written ({error}); `nstrain run "
-            f"{run}` writes it once there is room"
+            f"{run} was made, but its entry in {line.work / 'consumers'} could not be written ({error}); "
+            f"`{typed('nstrain', 'run', run)}` writes it once there is room"
         ) from error

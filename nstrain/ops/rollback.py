@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from nstrain.base.commands import typed
 from nstrain.base.disk import FileLock
 from nstrain.base.errors import NstrainError, Refusal
 from nstrain.data.consumers import write_consumer
@@ -21,9 +22,9 @@ from nstrain.data.line import DataLine
 from nstrain.line.checkpoint import read_latest, read_state, verify_checkpoint
 from nstrain.line.paths import LinePaths
 from nstrain.line.retention import set_aside_later
+from nstrain.line.run_json import load_settings, refuse_no_line
 from nstrain.ops.consumer import refuse_shared_entry
 from nstrain.record.journal import Journal
-from nstrain.settings.run import load_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +50,9 @@ def roll_back(run: Path, update: int) -> RolledBack:
     and if its data line is not there.
     """
     paths = LinePaths(run.resolve())
-    if not paths.run_json.exists():
-        raise Refusal(f"{run} is not a training line (no run.json)")
+    refuse_no_line(run)
     with at_rest(paths, "rolled back"):
-        settings = load_run(paths.run_json)
+        settings = load_settings(paths)
         data = DataLine.open(Path(settings.data.work))
         refuse_shared_entry(paths, settings)
         _refuse_missing(paths, update)
@@ -74,7 +74,8 @@ def at_rest(paths: LinePaths, what: str) -> Iterator[None]:
     try:
         supervisor = FileLock(paths.supervisor_lock).acquire(f"the supervisor of {paths.root}")
     except NstrainError as error:
-        raise Refusal(f"{paths.root} runs and cannot be {what} ({error}); `nstrain stop {paths.root}` first") from None
+        stop = typed("nstrain", "stop", paths.root)
+        raise Refusal(f"{paths.root} runs and cannot be {what} ({error}); `{stop}` first") from None
     with supervisor:
         try:
             trainer = FileLock(paths.trainer_lock).acquire(f"the trainer of {paths.root}")

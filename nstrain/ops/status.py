@@ -18,13 +18,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from nstrain.base.disk import bytes_below, read_json
+from nstrain.base.commands import typed
+from nstrain.base.disk import bytes_below
 from nstrain.base.errors import Refusal
 from nstrain.base.process import ran_at
 from nstrain.line.branches import read_branches
 from nstrain.line.listing import ListedCheckpoint, forecast_of, list_checkpoints
 from nstrain.line.paths import LinePaths, parse_checkpoint_name
 from nstrain.line.room import room_for_checkpoints
+from nstrain.line.run_json import read_run_json, refuse_no_line
 from nstrain.line.state_files import (
     Heartbeat,
     SupervisorState,
@@ -36,6 +38,7 @@ from nstrain.line.state_files import (
 from nstrain.ops.status_data import (
     PreparerNow,
     Schedule,
+    other_place,
     read_plain,
     read_preparer,
     read_schedule,
@@ -159,6 +162,10 @@ class Status:
     failures: int
     """Launches in a row that failed without progress."""
     last_failure: str | None
+    preparer_failures: int
+    """Ends of its preparer in a row that were failures, no cycle prepared since; it is started again each time."""
+    preparer_failure: str | None
+    """Why the last of them failed; None if none did."""
     branch_of: str | None
     """The parent's directory, of a branch."""
     branches: tuple[str, ...]
@@ -178,6 +185,12 @@ def status(run: Path) -> Status:
     settings = _read_settings(run, paths)
     now = _look(paths, settings)
     state, reason = now.state_and_reason()
+    other = other_place(paths.root, settings.work, settings.id)
+    if other is not None and state not in ("running", "waiting"):
+        reason = (
+            f"it is one line with {other}, which alone can be run, for the data line follows that directory: one of "
+            "the two is a copy; remove it, or make a new line"
+        )
     waiting_for, waiting_since = now.waiting() if state == "waiting" else (None, None)
     update, tokens = now.position()
     live, last, record = now.beat, now.record.last or {}, now.record
@@ -229,6 +242,8 @@ def status(run: Path) -> Status:
         slow_saving=live.slow_saving if live else None,
         failures=supervised.failures if supervised else 0,
         last_failure=supervised.last_failure if supervised else None,
+        preparer_failures=supervised.preparer_failures if supervised else 0,
+        preparer_failure=supervised.preparer_failure if supervised and supervised.preparer_failures else None,
         branch_of=settings.branch_of,
         branches=tuple(branch.run for branch in read_branches(paths)),
         generation=int(last.get("generation", 1)),
@@ -240,6 +255,7 @@ def status(run: Path) -> Status:
 class _Settings:
     """What status needs of run.json."""
 
+    id: str
     work: Path
     """The data line's directory."""
     preset: str
@@ -251,11 +267,11 @@ class _Settings:
 
 
 def _read_settings(run: Path, paths: LinePaths) -> _Settings:
-    if not paths.run_json.exists():
-        raise Refusal(f"{run} is not a training line (no run.json); make one with `nstrain new`")
-    settings = read_json(paths.run_json)
+    refuse_no_line(run)
+    settings = read_run_json(paths)
     try:
         return _Settings(
+            id=str(settings["id"]),
             work=Path(settings["data"]["work"]),
             preset=str(settings["model"]["preset"]),
             validate_every=int(settings["validation"]["every_updates"]),
@@ -264,7 +280,9 @@ def _read_settings(run: Path, paths: LinePaths) -> _Settings:
             branch_of=(settings.get("branch") or {}).get("from"),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise Refusal(f"{paths.run_json}: field {error} is missing or wrong; `nstrain check {run}` says more") from None
+        raise Refusal(
+            f"{paths.run_json}: field {error} is missing or wrong; `{typed('nstrain', 'check', run)}` says more"
+        ) from None
 
 
 def _look(paths: LinePaths, settings: _Settings) -> _Now:
@@ -337,14 +355,17 @@ class _Now:
     def _goes_on(self) -> str:
         number = None if self.checkpoint is None else parse_checkpoint_name(self.checkpoint)
         where = "begins anew" if number is None else f"goes on from update {number}"
-        return f"`nstrain run {self.paths.root}` {where}"
+        return f"`{typed('nstrain', 'run', self.paths.root)}` {where}"
 
     def waiting(self) -> tuple[str | None, float | None]:
         """What a waiting line waits for, and since when."""
         if self.beat is not None and self.beat.stage == "waiting_data":
             what = self.beat.waiting_for or "data"
+            failures = 0 if self.supervisor is None else self.supervisor.preparer_failures
             if self.preparer is not None:
                 what += f" ({self.preparer.describe()})"
+            elif failures:
+                what += f" (its preparer has failed {failures} time{'s' if failures > 1 else ''} in a row)"
             return what, self.beat.waiting_since
         assert self.supervisor is not None
         return self.supervisor.waiting_for, self.supervisor.waiting_since
@@ -353,11 +374,11 @@ class _Now:
         """The last finished update and the tokens after it.
 
         A trainer's own word while it trains. Before that it may stand at an older checkpoint than the record reaches;
-        of a line that does not run, the record counts.
+        of a line that does not run, the record counts, or the checkpoint if that is damaged.
         """
         if self.beat is not None and self.beat.stage != "starting":
             return self.beat.update, self.beat.tokens
-        if self.beat is not None and self.checkpoint is not None:
+        if (self.beat is not None or self.record.unreadable) and self.checkpoint is not None:
             state = self._state()
             return int(state.get("update", 0)), int(state.get("tokens", 0))
         last = self.record.last or {}
@@ -376,7 +397,8 @@ class _Now:
         if self.trains() and self.beat is not None:
             return self.beat.cycle
         runs = self.beat is not None or (self.supervisor is not None and self.supervisor.running())
-        if (runs or self.record.is_parents) and (cycle := (self._state().get("position") or {}).get("cycle")):
+        by_checkpoint = runs or self.record.is_parents or self.record.unreadable
+        if by_checkpoint and (cycle := (self._state().get("position") or {}).get("cycle")):
             return int(cycle) if self.cycle_count is None else min(int(cycle), self.cycle_count)
         return _whole((self.record.last or {}).get("cycle"))
 

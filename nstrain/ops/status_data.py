@@ -104,6 +104,14 @@ def read_preparer(work: Path) -> PreparerNow | None:
         return None
 
 
+def other_place(run: Path, work: Path, line_id: str) -> Path | None:
+    """The directory that the data line follows in the place of `run`, if that holds the same line: one is a copy."""
+    entry = (read_plain(work / "consumers" / f"{line_id}.json") or {}).get("run")
+    if not isinstance(entry, str) or Path(entry).resolve() == run.resolve():
+        return None
+    return Path(entry) if (read_plain(Path(entry) / "run.json") or {}).get("id") == line_id else None
+
+
 def ready_cycles(work: Path) -> tuple[int, ...]:
     """The cycles that lie there, prepared."""
     directory = work / "cycles"

@@ -81,6 +81,9 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
     if status.failures:
         text = f"{status.failures} launches in a row failed: {status.last_failure}"
         rows.append(("failures", Text(text, style="bold red")))
+    if status.preparer_failures:
+        text = f"failed {_times(status.preparer_failures)} in a row and is tried again; the last time: "
+        rows.append(("preparer", Text(text + (status.preparer_failure or "run.log says why"), style="bold red")))
     if status.stage is not None:
         beside = "" if status.gpu_others is None else f", beside {status.gpu_others}"
         rows.append(("stage", status.stage.replace("_", " ") + beside))

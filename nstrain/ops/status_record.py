@@ -9,6 +9,7 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
+from nstrain.base.errors import Refusal
 from nstrain.line.paths import LinePaths
 from nstrain.record.alarms import firing_alarms, loss_alarms
 from nstrain.record.journal import FIRST_GENERATION, PARENTS_GENERATION, Journal, JournalReader, Row
@@ -48,6 +49,8 @@ class Record:
     """What a person should look at: of the last validation, and losses that jumped in the last updates."""
     differences: int = 0
     """Replayed updates that differed from their row."""
+    unreadable: bool = False
+    """Whether it is damaged where it was read; the alarm says what and what to do."""
     rolled_back: bool = False
     """Whether the line was rolled back and has not been trained since."""
 
@@ -58,9 +61,19 @@ class Record:
 
 
 def read_record(paths: LinePaths, validation_every: int, loss_jump: float) -> Record:
-    """Read a line's journal; the last validation is searched as far back as one must be."""
+    """Read a line's journal; the last validation is searched as far back as one must be.
+
+    A damaged one is an alarm: a line that trains can still be seen and stopped.
+    """
     if not paths.journal.exists():
         return Record()
+    try:
+        return _read(paths, validation_every, loss_jump)
+    except Refusal as damage:
+        return Record(alarms=(str(damage),), unreadable=True)
+
+
+def _read(paths: LinePaths, validation_every: int, loss_jump: float) -> Record:
     with Journal.open_for_reading(paths.journal) as journal, journal.snapshot():
         last = journal.last_row()
         if last is None:

@@ -17,14 +17,16 @@ from nstrain.base.disk import PARTIAL_SUFFIX
 from nstrain.base.errors import NstrainError, Refusal
 from nstrain.base.units import human_bytes, human_count
 from nstrain.data.line import DataLine
-from nstrain.data.manifest import load_manifest, refuse_edited_past
+from nstrain.data.manifest import cycle_manifest, refuse_edited_past
 from nstrain.data.rows import row_order
 from nstrain.data.val import held_out_digest, load_index
 from nstrain.line.checkpoint import read_latest, read_state, verify_checkpoint
 from nstrain.line.listing import ListedCheckpoint, list_checkpoints
 from nstrain.line.paths import REPLACED_SUFFIX, LinePaths
+from nstrain.line.run_json import load_settings, refuse_no_line
+from nstrain.record.damage import FROM_A_COPY, sqlite_errors_named
 from nstrain.record.journal import Journal
-from nstrain.settings.run import RunSettings, load_run
+from nstrain.settings.run import RunSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +57,7 @@ def verify_line(run: Path, progress: Callable[[str], None] = lambda what: None) 
     `progress` is told what is looked at. Raises `Refusal` only if `run` is not a line at all.
     """
     paths = LinePaths(run.resolve())
-    if not paths.run_json.exists():
-        raise Refusal(f"{run} is not a training line (no run.json)")
+    refuse_no_line(run)
     looks = _Looks(paths, progress)
     looks.checkpoints()
     looks.look("latest", looks.latest)
@@ -119,7 +120,7 @@ class _Looks:
     def settings_as_trained(self) -> str:
         from nstrain.train.checkpointing import changed_libraries, refuse_other_line
 
-        settings = load_run(self.paths.run_json)
+        settings = load_settings(self.paths)
         if self.goes_on_from is None:
             return "no checkpoint to compare with"
         state = self._state()
@@ -147,7 +148,7 @@ class _Looks:
         return _refuse_other_order(self._data(), pinned)
 
     def journal(self) -> str:
-        settings = load_run(self.paths.run_json)
+        settings = load_settings(self.paths)
         if not self.paths.journal.exists():
             if self.goes_on_from is not None:
                 raise Refusal(f"{self.paths.journal}: missing; put the line's own journal back")
@@ -159,11 +160,9 @@ class _Looks:
                     f"says {settings.metrics}"
                 )
             with journal.snapshot():
-                updates = [int(row["update"]) for row in journal.rows()]
+                updates = [int(row["update"]) for row in journal.rows()]  # none is missing
+                list(journal.replays())
         _refuse_broken_database(self.paths.journal)
-        missing = sorted({*range(updates[-1] + 1)} - {*updates}) if updates else []
-        if missing:
-            raise Refusal(f"{self.paths.journal}: {len(missing)} updates have no row, the first is {missing[0]}")
         if self.goes_on_from is not None and (not updates or updates[-1] < self._state()["update"]):
             raise Refusal(
                 f"{self.paths.journal}: ends at update {updates[-1] if updates else 'none'}, before the checkpoint "
@@ -176,7 +175,7 @@ class _Looks:
         return read_state(self.paths.checkpoints / self.goes_on_from)
 
     def _data(self) -> DataLine:
-        settings: RunSettings = load_run(self.paths.run_json)
+        settings: RunSettings = load_settings(self.paths)
         return DataLine.open(Path(settings.data.work))
 
 
@@ -190,7 +189,7 @@ def _intact(path: Path, item: ListedCheckpoint) -> str:
 def _refuse_other_order(data: DataLine, pinned: Mapping[str, Any]) -> str:
     """Compare the order that a checkpoint was trained in with what the data line's manifest gives."""
     cycle = int(pinned["cycle"])
-    manifest = load_manifest(data.manifest_path(cycle), pinned["manifest_sha256"])
+    manifest = cycle_manifest(data, cycle, pinned["manifest_sha256"])
     refuse_edited_past(data, manifest)
     found = row_order(manifest, int(pinned["row_tokens"])).digest()
     if found != pinned["order_digest"]:
@@ -204,7 +203,8 @@ def _refuse_other_order(data: DataLine, pinned: Mapping[str, Any]) -> str:
 
 def _refuse_broken_database(path: Path) -> None:
     """SQLite's own check of all pages and indices."""
-    with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+    uri = f"{path.resolve().as_uri()}?mode=ro"
+    with sqlite_errors_named(path, writing=False), contextlib.closing(sqlite3.connect(uri, uri=True)) as db:
         problems = [str(row[0]) for row in db.execute("PRAGMA integrity_check(20)")]
     if problems != ["ok"]:
-        raise Refusal(f"{path}: damaged: {'; '.join(problems)}; put a copy back")
+        raise Refusal(f"{path}: damaged: {'; '.join(problems)}; {FROM_A_COPY}")

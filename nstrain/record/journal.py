@@ -14,6 +14,10 @@ nothing is written. Different: the row stays, the other version goes to the tabl
 the two are counted; nothing is ever replaced. Readings of another metrics version are refused: names, conditions or
 formulas differ, so one record cannot hold both.
 
+Rows and key sets have checksums, and the head, in one record with a checksum of its own, says which rows there are
+(head.py). All reading goes through them: what is read is what was written, or damage is refused by name (damage.py).
+A journal of format 2, which had neither, is read as it is, and gets them when it is next opened to be written.
+
 The file is made under a temporary name and renamed, so a journal that exists has its tables.
 """
 
@@ -26,17 +30,35 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 from urllib.parse import quote
 
-from nstrain.base.disk import PARTIAL_SUFFIX, disk_full_is_named, fsync_dir
+from nstrain.base.disk import PARTIAL_SUFFIX, fsync_dir
 from nstrain.base.errors import NstrainError, Refusal
 from nstrain.base.killpoints import kill_point
+from nstrain.record.damage import (
+    BUSY_TIMEOUT_S,
+    FROM_A_COPY,
+    NotSqlite,
+    RowDamage,
+    damaged,
+    log_of,
+    sqlite_errors_named,
+    unreadable_named,
+)
+from nstrain.record.head import Generation, Head, Span, row_checksum, text_checksum
+from nstrain.record.layout import (
+    FORMAT,
+    ROW,
+    UNCHECKED_FORMAT,
+    add_checksums,
+    add_key_set,
+    add_row,
+    make_tables,
+    write_head,
+)
 from nstrain.record.local_disk import refuse_network_file_system
 from nstrain.record.readings import Readings, comparable, in_printing_order, names_of, pack, refuse_unrecordable, unpack
-
-FORMAT = 2
-"""Version of the database's layout (SQLite's user_version)."""
 
 FIRST_GENERATION = 1
 """The generation of a line that was never rolled back."""
@@ -50,22 +72,16 @@ Committed = Literal["new", "equal", "different"]
 Row = dict[str, float]
 """A flat row: update and generation, then the readings by name."""
 
-BUSY_TIMEOUT_S = 10.0
-"""How long a statement waits for a lock of another process (held for moments, during recovery and checkpoints)."""
 
-_SCHEMA = """
-CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
-CREATE TABLE generations (generation INTEGER PRIMARY KEY, first_update INTEGER NOT NULL);
-CREATE TABLE key_sets (id INTEGER PRIMARY KEY, names TEXT NOT NULL UNIQUE);
-CREATE TABLE rows (
-    generation INTEGER NOT NULL, update_number INTEGER NOT NULL, key_set INTEGER NOT NULL REFERENCES key_sets (id),
-    readings BLOB NOT NULL, PRIMARY KEY (generation, update_number));
-CREATE TABLE replays (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, generation INTEGER NOT NULL, update_number INTEGER NOT NULL,
-    key_set INTEGER NOT NULL REFERENCES key_sets (id), readings BLOB NOT NULL);
-"""
+class _Stored(NamedTuple):
+    """A row as it lies in the file, found to be what was written."""
 
-_ROW = "generation, update_number, key_set, readings"
+    generation: int
+    update: int
+    names: str
+    """Of its key set."""
+    readings: bytes
+
 
 J = TypeVar("J", bound="JournalReader")
 
@@ -76,23 +92,46 @@ class JournalReader:
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self._db = connection
-        self._key_sets: dict[int, str] = {}
+        self._key_sets: dict[int, tuple[str, int]] = {}
         try:
-            self.metrics_version = self._read_metrics_version()
+            (self._format,) = self._one("PRAGMA user_version")
+            if self._format not in (UNCHECKED_FORMAT, FORMAT):
+                raise Refusal(
+                    f"{self.path}: expected a journal of format {FORMAT} or {UNCHECKED_FORMAT}, found {self._format}; "
+                    f"go on with the version of nstrain that wrote it, or {FROM_A_COPY} if the file is damaged"
+                )
+            self.metrics_version = self._head().metrics_version
             """The version of the readings that the journal holds."""
         except BaseException:
             connection.close()
             raise
 
-    def _read_metrics_version(self) -> int:
-        (found,) = self._one("PRAGMA user_version")
-        if found != FORMAT:
-            raise Refusal(
-                f"{self.path}: expected a journal of format {FORMAT}, found {found}; "
-                "go on with the version of nstrain that wrote it"
+    def _head(self) -> Head:
+        """Which rows the journal holds."""
+        if self._format == UNCHECKED_FORMAT:
+            return self._head_of_tables()
+        found = self._one("SELECT contents, checksum FROM head WHERE id = 1")
+        if found is None or not isinstance(found[0], str) or text_checksum(found[0]) != found[1]:
+            raise damaged(self.path, "its head is not what was written")
+        return Head.from_json(found[0])
+
+    def _head_of_tables(self) -> Head:
+        """The head of a journal that has none."""
+        version = self._one("SELECT value FROM meta WHERE name = 'metrics_version'")
+        (differences,) = self._one("SELECT count(*) FROM replays")
+        found = self._select(
+            "SELECT generation, first_update, (SELECT max(update_number) FROM rows "
+            "WHERE rows.generation = generations.generation) FROM generations ORDER BY generation"
+        )
+        try:
+            generations = tuple(
+                Generation(int(number), int(first), _int_or_none(last)) for number, first, last in found
             )
-        (version,) = self._one("SELECT value FROM meta WHERE name = 'metrics_version'")
-        return int(version)
+            if not generations or generations[0].first_update != 0:
+                raise ValueError("no generation of update 0")
+            return Head(int(version[0]), generations, differences)
+        except (TypeError, ValueError):
+            raise damaged(self.path, "its tables of generations and versions cannot be read") from None
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -104,18 +143,16 @@ class JournalReader:
         try:
             yield
         finally:
-            self._db.execute("ROLLBACK")
+            with self._sqlite_errors_named():
+                if self._db.in_transaction:  # an error may have ended it
+                    self._db.execute("ROLLBACK")
 
     def rows(self, generation: int | None = None, from_update: int = 0) -> Iterator[Row]:
         """Rows in order of the updates, streamed: of the lineage, or of one generation as it was recorded."""
-        if generation is not None:
-            parts: list[tuple[int, int | None]] = [(generation, None)]
-        else:
-            parts = self._lineage()
-        for part, until in parts:
-            query = f"SELECT {_ROW} FROM rows WHERE generation = ? AND update_number >= ?"
-            query += " AND (? IS NULL OR update_number < ?) ORDER BY update_number"
-            yield from map(self._row, self._select(query, part, from_update, until, until))
+        head = self._head()
+        spans = head.lineage() if generation is None else [s for s in head.recorded() if s.generation == generation]
+        for span in spans:
+            yield from map(self._row, self._stored(span, from_update, mendable=generation is None))
 
     def rows_since(self, update: int) -> list[Row]:
         """The lineage's rows after an update: what a display that showed that one has yet to show."""
@@ -123,92 +160,128 @@ class JournalReader:
 
     def last_row(self) -> Row | None:
         """The lineage's last row; None for an empty journal."""
-        key = self._last_key()
-        if key is None:
+        lineage = self._head().lineage()
+        if not lineage:
             return None
-        return self._row(self._one(f"SELECT {_ROW} FROM rows WHERE generation = ? AND update_number = ?", *key))
+        (last,) = self._stored(lineage[-1], lineage[-1].last_update, mendable=True)
+        return self._row(last)
 
     def last_update(self, generation: int | None = None) -> int | None:
         """The last update of a generation, or of the lineage; None if there is no row."""
+        head = self._head()
         if generation is None:
-            key = self._last_key()
-            return None if key is None else key[1]
-        (last,) = self._one("SELECT max(update_number) FROM rows WHERE generation = ?", generation)
-        return None if last is None else int(last)
+            return head.last_update
+        return next((span.last_update for span in head.recorded() if span.generation == generation), None)
 
     def names(self) -> list[str]:
         """All names that the lineage's rows hold, update and generation among them, in printing order."""
-        names: set[str] = set()
-        for generation, until in self._lineage():
-            key_sets = self._select(
-                "SELECT DISTINCT key_set FROM rows WHERE generation = ? AND (? IS NULL OR update_number < ?)",
-                *(generation, until, until),
-            )
-            for (key_set,) in list(key_sets):
-                names.update(("update", "generation", *names_of(self._key_set(key_set))))
+        key_sets: set[str] = set()
+        for span in self._head().lineage():
+            key_sets.update(row.names for row in self._stored(span, mendable=True))
+        names = {name for key_set in key_sets for name in ("update", "generation", *names_of(key_set))}
         return in_printing_order(names)
 
     def differences(self) -> int:
         """How many replayed updates differed from their row."""
-        (count,) = self._one("SELECT count(*) FROM replays")
-        return int(count)
+        return self._head().differences
 
     def replays(self) -> Iterator[Row]:
         """The replayed versions that differed from their row, in the order in which they came."""
-        yield from map(self._row, self._select(f"SELECT {_ROW} FROM replays ORDER BY number"))
+        expected = self._head().differences
+        query = f"SELECT number, {self._columns} FROM replays ORDER BY number LIMIT ?"
+        count = 0
+        for count, (number, *values) in enumerate(self._select(query, expected), start=1):
+            try:
+                if self._format == FORMAT and number != count:
+                    raise RowDamage("is missing")
+                row = self._checked(values)
+            except RowDamage as damage:
+                raise damaged(self.path, f"replayed version {count} {damage}") from None
+            yield self._row(row)
+        if count < expected:
+            raise damaged(self.path, f"replayed version {count + 1} is missing")
 
     def digest(self) -> str:
         """A hash (BLAKE2b-256) of all rows but for time/ and perf/: equal for two lines that did the same."""
         digest = hashlib.blake2b(digest_size=32)
-        for row in self._select(f"SELECT {_ROW} FROM rows ORDER BY generation, update_number"):
-            readings = comparable(unpack(self._key_set(row[2]), row[3]))
-            digest.update(f"{row[0]} {row[1]} {len(readings)}\n".encode() + readings)
+        for span in self._head().recorded():
+            for row in self._stored(span):
+                readings = comparable(self._unpacked(row))
+                digest.update(f"{row.generation} {row.update} {len(readings)}\n".encode() + readings)
         return digest.hexdigest()
 
     def generation_at(self, update: int) -> int:
         """The generation that an update of the line as it stands belongs to, recorded or not."""
-        query = "SELECT max(generation) FROM generations WHERE first_update <= ?"
-        return int(self._one(query, update)[0])
+        return self._head().generation_at(update).number
 
-    def _last_key(self) -> tuple[int, int] | None:
-        """Generation and update of the lineage's last row."""
-        for generation, until in reversed(self._lineage()):
-            query = "SELECT max(update_number) FROM rows WHERE generation = ? AND (? IS NULL OR update_number < ?)"
-            (last,) = self._one(query, generation, until, until)
-            if last is not None:
-                return generation, int(last)
-        return None
+    def stored_rows(self, until: int) -> Iterator[tuple[int, str, bytes]]:
+        """The lineage's rows up to an update as they lie in the file: update, names of the key set, readings."""
+        for span in self._head().lineage():
+            for row in self._stored(span, until=until, mendable=True):
+                yield row.update, row.names, row.readings
 
-    def _lineage(self) -> list[tuple[int, int | None]]:
-        """The generations in order, each with the first update that is no longer its own (None: all are)."""
-        starts = self._select("SELECT generation, first_update FROM generations ORDER BY generation")
-        parts: list[tuple[int, int | None]] = []
-        until: int | None = None
-        for generation, first in reversed(list(starts)):
-            if until is None or first < until:
-                parts.append((generation, until))
-                until = first
-        return parts[::-1]
+    @property
+    def _columns(self) -> str:
+        return ROW if self._format == FORMAT else ROW.replace("checksum", "NULL")
 
-    def stored_rows(self, until: int) -> Iterator[tuple[int, int, bytes]]:
-        """The lineage's rows up to an update as they lie in the file: update, number of the key set, readings."""
-        query = "SELECT update_number, key_set, readings FROM rows WHERE generation = ? AND update_number < ?"
-        for generation, end in self._lineage():
-            end = until + 1 if end is None else min(end, until + 1)
-            yield from self._select(f"{query} ORDER BY update_number", generation, end)
+    def _stored(
+        self, span: Span, first: int = 0, until: int | None = None, mendable: bool = False
+    ) -> Iterator[_Stored]:
+        """A span's rows from an update on, up to another; each must be there. `mendable`: a rollback mends these."""
+        expected = max(first, span.first_update)
+        last = span.last_update if until is None else min(until, span.last_update)
+        if expected > last:
+            return
+        query = f"SELECT {self._columns} FROM rows WHERE generation = ? AND update_number BETWEEN ? AND ?"
+        try:
+            for values in self._select(f"{query} ORDER BY update_number", span.generation, expected, last):
+                if values[:2] != (span.generation, expected):
+                    break
+                yield self._checked(values)
+                expected += 1
+            if expected <= last:
+                raise RowDamage("has no row")
+        except (RowDamage, NotSqlite) as damage:
+            what = f"cannot be read ({damage.reason})" if isinstance(damage, NotSqlite) else str(damage)
+            self._refuse_row(span.generation, expected, what, mendable)
 
-    def key_set_names(self, number: int) -> str:
-        """The names of a key set, as the file has them."""
-        return self._key_set(number)
+    def _refuse_row(self, generation: int, update: int, what: str, mendable: bool) -> NoReturn:
+        raise damaged(self.path, f"update {update} (generation {generation}) {what}", update if mendable else None)
 
-    def _row(self, row: tuple[int, int, int, bytes]) -> Row:
-        generation, update, key_set, readings = row
-        return {"update": update, "generation": generation, **unpack(self._key_set(key_set), readings)}
+    def _checked(self, values: Any) -> _Stored:
+        """A row of the file. Raises `RowDamage` if it is not what was written."""
+        generation, update, key_set, readings, checksum = values
+        names, names_checksum = self._key_set(key_set)
+        if not isinstance(readings, bytes):
+            raise RowDamage("has readings of another kind")
+        if self._format == FORMAT and checksum != row_checksum(generation, update, names_checksum, readings):
+            raise RowDamage("is not what was written (its checksum differs)")
+        return _Stored(generation, update, names, readings)
 
-    def _key_set(self, number: int) -> str:
+    def _key_set(self, number: Any) -> tuple[str, int]:
+        """The names of a key set and their checksum. Raises `RowDamage` if they are not what was written."""
         if number not in self._key_sets:
-            (self._key_sets[number],) = self._one("SELECT names FROM key_sets WHERE id = ?", number)
+            checksum = "checksum" if self._format == FORMAT else "NULL"
+            found = self._one(f"SELECT names, {checksum} FROM key_sets WHERE id = ?", number)
+            if found is None or not isinstance(found[0], str):
+                raise RowDamage(f"has no names (key set {number!r})")
+            computed = text_checksum(found[0])
+            if self._format == FORMAT and computed != found[1]:
+                raise RowDamage(f"has other names than were written (key set {number})")
+            with unreadable_named():
+                names_of(found[0])
+            self._key_sets[number] = found[0], computed
         return self._key_sets[number]
+
+    def _unpacked(self, row: _Stored) -> dict[str, float]:
+        try:
+            with unreadable_named():
+                return unpack(row.names, row.readings)
+        except RowDamage as damage:
+            self._refuse_row(row.generation, row.update, str(damage), mendable=True)
+
+    def _row(self, row: _Stored) -> Row:
+        return {"update": row.update, "generation": row.generation, **self._unpacked(row)}
 
     def _one(self, query: str, *arguments: Any) -> Any:
         with self._sqlite_errors_named():
@@ -222,7 +295,7 @@ class JournalReader:
     # ---- errors and closing ------------------------------------------------------------------------------------------
 
     def _sqlite_errors_named(self) -> contextlib.AbstractContextManager[None]:
-        return _errors_named(self.path, writing=False)
+        return sqlite_errors_named(self.path, writing=False)
 
     def close(self) -> None:
         """Close the database."""
@@ -238,6 +311,11 @@ class JournalReader:
 class Journal(JournalReader):
     """A journal to write: for the one process that trains the line."""
 
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        super().__init__(path, connection)
+        self._numbers: dict[str, int] = {}
+        """The numbers of the key sets, by their names; filled at the first row."""
+
     @classmethod
     def open(cls, path: Path, metrics_version: int) -> Journal:
         """The line's journal, made if there is none.
@@ -247,8 +325,8 @@ class Journal(JournalReader):
         """
         refuse_network_file_system(path)
         if not path.exists():
-            _make(path, metrics_version, lambda db: _begin(db, FIRST_GENERATION, 0))
-        with _errors_named(path, writing=True):
+            _make(path, lambda db: Head(metrics_version, (Generation(FIRST_GENERATION, 0, None),)))
+        with sqlite_errors_named(path, writing=True):
             connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
             connection.execute("PRAGMA synchronous = FULL")
         journal = cls(path, connection)
@@ -258,6 +336,8 @@ class Journal(JournalReader):
                 f"{path}: holds readings of metrics version {journal.metrics_version}, this nstrain records version "
                 f"{metrics_version}. Go on with the version of nstrain that began the line, or make a new line."
             )
+        if journal._format == UNCHECKED_FORMAT:
+            journal._add_checksums()
         return journal
 
     @staticmethod
@@ -273,13 +353,13 @@ class Journal(JournalReader):
         except NstrainError:
             # SQLite could not make its files beside the journal: the disk is full, or the directory is not ours to
             # write. Without a log the file itself is whole, and can be read as one that does not change.
-            log = _log_of(path)
+            log = log_of(path)
             if log.exists() and log.stat().st_size:
                 raise
             return JournalReader(path, _connect_to_read(path, uri + "&immutable=1"))
 
     def _sqlite_errors_named(self) -> contextlib.AbstractContextManager[None]:
-        return _errors_named(self.path, writing=True)
+        return sqlite_errors_named(self.path, writing=True)
 
     @staticmethod
     def make_branch(path: Path, parent: JournalReader, fork_update: int) -> None:
@@ -296,17 +376,16 @@ class Journal(JournalReader):
             if last is None or last < fork_update:
                 raise Refusal(f"{parent.path}: its last update is {last}, the fork is after update {fork_update}")
 
-            def fill(db: sqlite3.Connection) -> None:
-                _begin(db, PARENTS_GENERATION, 0)
-                _begin(db, FIRST_GENERATION, fork_update + 1)
-                copied: dict[int, int] = {}
-                for update, key_set, readings in parent.stored_rows(fork_update):
-                    if key_set not in copied:
-                        copied[key_set] = _key_set_number(db, parent.key_set_names(key_set))
-                    row = (PARENTS_GENERATION, update, copied[key_set], readings)
-                    db.execute(f"INSERT INTO rows ({_ROW}) VALUES (?, ?, ?, ?)", row)
+            def fill(db: sqlite3.Connection) -> Head:
+                copied: dict[str, int] = {}
+                for update, names, readings in parent.stored_rows(fork_update):
+                    if names not in copied:
+                        copied[names] = add_key_set(db, names)
+                    add_row(db, "rows", PARENTS_GENERATION, update, copied[names], names, readings)
+                own = Generation(FIRST_GENERATION, fork_update + 1, None)
+                return Head(parent.metrics_version, (Generation(PARENTS_GENERATION, 0, fork_update), own))
 
-            _make(path, parent.metrics_version, fill)
+            _make(path, fill)
 
     def begin_generation(self, first_update: int) -> int:
         """Open the next generation: from `first_update` on the line is trained anew. Returns its number.
@@ -315,14 +394,15 @@ class Journal(JournalReader):
         the new generation is recorded, it is the same one. Raises `Refusal` for an update beyond the next one.
         """
         with self._transaction():
-            newest, first = self._one("SELECT generation, first_update FROM generations ORDER BY generation DESC")
-            (begun,) = self._one("SELECT count(*) FROM rows WHERE generation = ?", newest)
-            if first == first_update and not begun and newest > FIRST_GENERATION:
-                return int(newest)
-            self._refuse_gap(first_update)
-            _begin(self._db, newest + 1, first_update)
+            head = self._head()
+            newest = head.generations[-1]
+            begun = newest.last_update is not None
+            if newest.first_update == first_update and not begun and newest.number > FIRST_GENERATION:
+                return newest.number
+            self._refuse_gap(head, first_update)
+            write_head(self._db, head.with_generation(newest.number + 1, first_update))
             kill_point("journal:before commit")
-        return int(newest) + 1
+        return newest.number + 1
 
     def commit(self, update: int, readings: Readings) -> Committed:
         """Record an update of the line as it stands durably, or compare it with what was recorded of it before.
@@ -332,30 +412,45 @@ class Journal(JournalReader):
         """
         refuse_unrecordable(readings, f"{self.path}: update {update}")
         with self._transaction():
-            self._refuse_gap(update)
-            generation = self.generation_at(update)
-            stored = self._one(
-                "SELECT key_set, readings FROM rows WHERE generation = ? AND update_number = ?", generation, update
-            )
-            if stored is None:
-                self._insert("rows", generation, update, readings)
+            head = self._head()
+            self._refuse_gap(head, update)
+            generation = head.generation_at(update)
+            names, values = pack(readings)
+            if generation.last_update is None or generation.last_update < update:
+                self._insert("rows", generation.number, update, names, values)
+                write_head(self._db, head.with_row(generation.number, update))
                 result: Committed = "new"
-            elif comparable(unpack(self._key_set(stored[0]), stored[1])) == comparable(readings):
-                result = "equal"
             else:
-                self._insert("replays", generation, update, readings)
-                result = "different"
+                (stored,) = self._stored(Span(generation.number, update, update), mendable=True)
+                if comparable(self._unpacked(stored)) == comparable(readings):
+                    result = "equal"
+                else:
+                    self._insert("replays", generation.number, update, names, values, number=head.differences + 1)
+                    write_head(self._db, head.with_difference())
+                    result = "different"
             kill_point("journal:before commit")
         kill_point("journal:after commit")
         return result
 
-    def _insert(self, table: str, generation: int, update: int, readings: Readings) -> None:
-        names, values = pack(readings)
-        key_set = _key_set_number(self._db, names)
-        self._db.execute(f"INSERT INTO {table} ({_ROW}) VALUES (?, ?, ?, ?)", (generation, update, key_set, values))
+    def _insert(self, table: str, generation: int, update: int, names: str, readings: bytes, **more: int) -> None:
+        if not self._numbers:
+            for (number,) in list(self._select("SELECT id FROM key_sets ORDER BY id")):
+                with contextlib.suppress(RowDamage):  # a set that is damaged is never used again
+                    self._numbers[self._key_set(number)[0]] = number
+        if names not in self._numbers:
+            self._numbers[names] = add_key_set(self._db, names)
+        add_row(self._db, table, generation, update, self._numbers[names], names, readings, **more)
 
-    def _refuse_gap(self, update: int) -> None:
-        last = self.last_update()
+    def _add_checksums(self) -> None:
+        """Bring a journal of the format before up to this one; its rows are taken as they are."""
+        with self._transaction():
+            add_checksums(self._db, self._head())
+            kill_point("journal:before commit")
+        self._format = FORMAT
+        self._key_sets.clear()
+
+    def _refuse_gap(self, head: Head, update: int) -> None:
+        last = head.last_update
         following = 0 if last is None else last + 1
         if not 0 <= update <= following:
             raise Refusal(
@@ -375,96 +470,39 @@ class Journal(JournalReader):
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 self._key_sets.clear()
+                self._numbers.clear()
                 raise
 
 
-def _log_of(path: Path) -> Path:
-    """SQLite's write-ahead log of a journal."""
-    return path.with_name(path.name + "-wal")
+def _int_or_none(value: Any) -> int | None:
+    return None if value is None else int(value)
 
 
 def _connect_to_read(path: Path, uri: str) -> sqlite3.Connection:
-    with _errors_named(path, writing=False):
+    with sqlite_errors_named(path, writing=False):
         return sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
 
 
-def _begin(db: sqlite3.Connection, generation: int, first_update: int) -> None:
-    db.execute("INSERT INTO generations VALUES (?, ?)", (generation, first_update))
-
-
-def _key_set_number(db: sqlite3.Connection, names: str) -> int:
-    """The number of a set of names, which is added if it is new."""
-    db.execute("INSERT OR IGNORE INTO key_sets (names) VALUES (?)", (names,))
-    (number,) = db.execute("SELECT id FROM key_sets WHERE names = ?", (names,)).fetchone()
-    return int(number)
-
-
-def _make(path: Path, metrics_version: int, fill: Callable[[sqlite3.Connection], None]) -> None:
+def _make(path: Path, fill: Callable[[sqlite3.Connection], Head]) -> None:
     """Make a journal under a temporary name, `fill` it, and give it its own name when it is whole."""
-    log = _log_of(path)
+    log = log_of(path)
     if log.exists():  # SQLite would play it into the new file.
         raise Refusal(f"{path}: missing, but its log {log} is there. Put the journal back, or move the log away.")
     temporary = path.with_name(path.name + PARTIAL_SUFFIX)
     for leftover in sorted(path.parent.glob(temporary.name + "*")):  # with SQLite's -journal, -wal, -shm
         leftover.unlink()
     with (
-        _errors_named(temporary, writing=True),
+        sqlite_errors_named(temporary, writing=True),
         contextlib.closing(sqlite3.connect(temporary, isolation_level=None)) as db,
     ):
-        db.executescript(_SCHEMA)
         db.execute("BEGIN")
-        db.execute("INSERT INTO meta VALUES ('metrics_version', ?)", (metrics_version,))
-        fill(db)
-        db.execute("COMMIT")
+        make_tables(db)
+        write_head(db, fill(db))
         db.execute(f"PRAGMA user_version = {FORMAT}")
+        db.execute("COMMIT")
         db.execute("PRAGMA journal_mode = WAL")
     kill_point("journal:made")
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     os.rename(temporary, path)
     fsync_dir(path.parent)
-
-
-@contextlib.contextmanager
-def _errors_named(path: Path, writing: bool) -> Iterator[None]:
-    """Say what SQLite's errors mean for the journal at `path`."""
-    try:
-        yield
-    except (sqlite3.ProgrammingError, sqlite3.IntegrityError, sqlite3.InterfaceError):
-        raise  # a bug
-    except sqlite3.DatabaseError as error:
-        text = str(error)
-        if text in ("database or disk is full", "disk I/O error"):
-            if writing:
-                with disk_full_is_named(path):
-                    _try_to_write_beside(path)
-            raise NstrainError(f"{path}: {text}; look into the system's log for the state of the disk") from error
-        if text == "database is locked":
-            raise NstrainError(
-                f"{path}: locked by another process for more than {BUSY_TIMEOUT_S:.0f} s; end what writes it "
-                "(only the line's trainer may) and run the same command again"
-            ) from error
-        if isinstance(error, sqlite3.OperationalError):
-            raise NstrainError(f"{path}: {text}") from error
-        raise Refusal(
-            f"{path}: expected a journal, found something else ({text}); put the journal back from a copy"
-        ) from error
-
-
-def _try_to_write_beside(path: Path) -> None:
-    """Raise the system's own error if no room, a quota or a size limit keeps the journal from growing.
-
-    SQLite reports a quota and a size limit as "disk I/O error", as it does for a broken disk.
-    """
-    probe = path.with_name(path.name + ".probe" + PARTIAL_SUFFIX)
-    end = max((file.stat().st_size for file in (path, _log_of(path)) if file.exists()), default=0)
-    fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        block = memoryview(bytes(1 << 16))
-        while block:
-            written = os.pwrite(fd, block, end + (1 << 16) - len(block))
-            block = block[written:]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-        probe.unlink()

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import itertools
 import math
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,7 +123,9 @@ def plot_line(journal: JournalReader, png_path: Path, name: str | None = None) -
         x=0.012, ha="left", fontsize=14, fontweight="bold", color=DARK,
     )  # fmt: skip
     picture = io.BytesIO()
-    figure.savefig(picture, format="png")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # a name that the font lacks is drawn as boxes
+        figure.savefig(picture, format="png")
     atomic_write(png_path, picture.getvalue())
     return png_path
 

@@ -73,8 +73,9 @@ class Changes:
 def settle_changes(state: Mapping[str, Any], new: RunSettings, where: str, held_out: str | None = None) -> Changes:
     """The changes of a line that goes on from a checkpoint (its state.json) with the run.json `new`.
 
-    `held_out` is the hash of the held-out index that its readings will be of (None: not looked at; a checkpoint that
-    was written before this was recorded has none, and any is taken).
+    `held_out` is the hash of the held-out index that its readings will be of (a checkpoint that was written before this
+    was recorded has none, and any is taken). None: it cannot be read, and neither is it known then whether another
+    place of the data line has the same one; that is for whoever reads the data line to refuse.
 
     Raises `Refusal` naming everything that differs without being allowed to, both values and the ways to mend it, and
     every new piece that begins where the line has been already.
@@ -84,6 +85,8 @@ def settle_changes(state: Mapping[str, Any], new: RunSettings, where: str, held_
         old[HELD_OUT], now[HELD_OUT] = state[HELD_OUT], held_out
         if held_out == state[HELD_OUT]:  # the index names its data line: it is the same one, wherever it lies now
             now["data"] = old["data"]
+    elif held_out is None and state.get(HELD_OUT) is not None:
+        now["data"] = old["data"]
     before = Changes.from_state(state)
     listed = {name: new.allow_changes.count(name) for name in new.allow_changes}
     spent = {name: min(before.spent.get(name, 0), count) for name, count in listed.items()}

@@ -109,6 +109,8 @@ def _explain(kind: type[Settings], problem: Any) -> str:
     if problem["type"] == "missing":
         return f"field {place!r} is missing"
     message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "too_short":  # pydantic's words are of tuples and of validation
+        message = f"expected at least {problem['ctx']['min_length']} of them"
     message = message[0].lower() + message[1:]
     if problem["type"] == "value_error" and isinstance(problem["input"], dict):  # of several fields, which it names
         return f"{place}: {message}" if place else message

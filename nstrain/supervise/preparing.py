@@ -177,7 +177,7 @@ class PreparerKeeper:
         self._next_start = self._clock() + wait_s
         text = f"the preparer of {self._work} failed ({self._failures} in a row): {what}"
         self._report.tell(f"{text}; it is started again in {human_seconds(wait_s)}")
-        self._report.update(preparer_failures=self._failures)
+        self._report.update(preparer_failures=self._failures, preparer_failure=what)
         if self._failures == NOTICE_AFTER:
             self._report.notify("preparer_failing", f"{text}; it is tried again, the trainer waits when its data end")
 

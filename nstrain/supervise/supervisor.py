@@ -31,6 +31,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from nstrain.base.commands import typed
 from nstrain.base.disk import FileLock
 from nstrain.base.errors import ExitCode, NstrainError, Refusal
 from nstrain.base.logs import rotate
@@ -40,6 +41,7 @@ from nstrain.gpu.readings import GpuSource, gpu_of
 from nstrain.line.checkpoint import read_latest, read_state
 from nstrain.line.notices import Event, Notifier, notice
 from nstrain.line.paths import LinePaths, checkpoint_name
+from nstrain.line.run_json import load_settings, refuse_no_line
 from nstrain.line.state_files import (
     Heartbeat,
     StopRequest,
@@ -52,7 +54,7 @@ from nstrain.line.state_files import (
 from nstrain.ops.check import check_line, refuse_failed
 from nstrain.ops.consumer import enter_consumer
 from nstrain.settings.host import load_host
-from nstrain.settings.run import RunSettings, load_run
+from nstrain.settings.run import RunSettings
 from nstrain.supervise.children import (
     PREPARER_PREFIX,
     SUPERVISOR_PREFIX,
@@ -126,17 +128,17 @@ class Supervisor:
         Raises `Refusal` before anything is started if the line cannot run: it is none, another supervisor runs it, or
         a quick check fails. Whatever happens later is an `Ending`.
         """
-        if not self.paths.run_json.exists():
-            raise Refusal(f"{self.paths.root} is not a training line (no run.json); make one with `nstrain new`")
+        refuse_no_line(self.paths.root)
         lock = FileLock(self.paths.supervisor_lock)
         if not lock.try_acquire():
             raise Refusal(
                 f"{self.paths.root} is run by process {lock.holder()} already; "
-                f"`nstrain status {self.paths.root}` shows it, `nstrain stop {self.paths.root}` ends it"
+                f"`{typed('nstrain', 'status', self.paths.root)}` shows it, "
+                f"`{typed('nstrain', 'stop', self.paths.root)}` ends it"
             )
         with lock, self._signals_taken():
             refuse_failed(check_line(self.paths.root, quick=True))
-            self.settings = load_run(self.paths.run_json)
+            self.settings = load_settings(self.paths)
             self._notifier = Notifier(load_host().notify, self.tell, self._pace.notice_limit_s)
             clear_stop(self.paths)
             self._state = SupervisorState(this_process(), time.time())
@@ -279,7 +281,7 @@ class Supervisor:
     def _run_trainer(self) -> Ended | Ending:
         """Start a trainer and watch it to its end, or to where it cannot be ended."""
         with contextlib.suppress(Refusal):  # a run.json edited into nonsense: the trainer says what is wrong
-            self.settings = load_run(self.paths.run_json)
+            self.settings = load_settings(self.paths)
         newest = self._latest()
         command = [*self._trainer_command, str(self.paths.root)]
         self._trainer = trainer = Child("trainer", command, self._pipe, self.paths.run_log, self.paths.root)

@@ -26,11 +26,13 @@ from nstrain.line.checkpoint import (
     discard_partial_writes,
     load_newest_good,
     refuse_lost_checkpoints,
+    refuse_lost_rows,
 )
 from nstrain.line.paths import LinePaths
+from nstrain.line.run_json import load_settings
 from nstrain.line.state_files import Heartbeat, read_heartbeat, write_heartbeat
 from nstrain.record.journal import FIRST_GENERATION, Journal
-from nstrain.settings.run import METRICS_VERSION, RunSettings, load_run
+from nstrain.settings.run import METRICS_VERSION, RunSettings
 from nstrain.train.checkpointing import (
     LineState,
     changed_libraries,
@@ -60,7 +62,7 @@ def opened_trainer(
     Raises `Refusal` for settings, data or checkpoints that do not belong together, `GpuTaken` if somebody else is on
     the GPU, and `NstrainError` if another trainer holds the line for longer than ORPHAN_WAIT_S.
     """
-    settings = load_run(paths.run_json)
+    settings = load_settings(paths)
     lock = FileLock(paths.trainer_lock)
 
     def tell(pid: int | None) -> None:
@@ -144,6 +146,7 @@ def _make_trainer(
     found = load_newest_good(paths, warn=lambda message: print(message, flush=True))
     newest, checkpoint = found or (None, None)
     refuse_lost_checkpoints(paths, newest, journal.last_update())
+    refuse_lost_rows(paths, newest, journal.last_update())
     held_out = held_out_digest(data)
     state = LineState(Position(0, 1, 0), 0, FIRST_GENERATION, None, held_out=held_out)
     if checkpoint is not None:

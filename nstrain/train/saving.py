@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nstrain.base.commands import typed
 from nstrain.base.errors import DiskFull
 from nstrain.base.units import human_bytes
 from nstrain.data.consumers import write_consumer
@@ -181,7 +182,8 @@ class Saver:
             raise DiskFull(
                 f"{self._paths.root}: the next checkpoint needs {human_bytes(needed_bytes)} there, "
                 f"{human_bytes(free_bytes)} are free; {what}. Free {human_bytes(needed_bytes - free_bytes)} on that "
-                f"file system (`nstrain checkpoints {self._paths.root}` shows what may go), then run the line again."
+                f"file system (`{typed('nstrain', 'checkpoints', self._paths.root)}` shows what may go), then run the "
+                "line again."
             )
 
     # ---- after a commit --------------------------------------------------------------------------------------------

@@ -30,9 +30,10 @@ from nstrain.data.order import refuse_row_length
 from nstrain.gpu.borrowed import borrowed_gpu, gpu_on, refuse_other_gpu
 from nstrain.line.checkpoint import read_latest
 from nstrain.line.paths import LinePaths
+from nstrain.line.run_json import load_settings, refuse_no_line
 from nstrain.record.journal import Journal
 from nstrain.settings.model import dump, validate
-from nstrain.settings.run import RunSettings, load_run, save_run
+from nstrain.settings.run import RunSettings, save_run
 from nstrain.tune.child import TRIAL_COMMAND, TrialFailed, run_trial
 from nstrain.tune.memory import MemoryModel, margin_bytes, persistent_bytes
 from nstrain.tune.records import MODES, Choice, Measurement, Mode, Shape, Trial, TuneFiles
@@ -89,12 +90,11 @@ def tune(
     """
     options = options or TuneOptions()
     paths = LinePaths(run.resolve())
-    if not paths.run_json.exists():
-        raise Refusal(f"{run} is not a training line (no run.json); make one with `nstrain new`")
+    refuse_no_line(run)
     with contextlib.ExitStack() as held:
         for lock, what in ((paths.supervisor_lock, "supervisor"), (paths.trainer_lock, "trainer")):
             held.enter_context(FileLock(lock).acquire(f"the {what} of {paths.root}"))
-        settings = load_run(paths.run_json)
+        settings = load_settings(paths)
         if not options.measure_only:
             refuse_trained(paths, 0 if settings.branch is None else settings.branch.update)
         data = DataLine.open(Path(settings.data.work))
@@ -150,7 +150,7 @@ def _workloads(settings: RunSettings, data: DataLine) -> list[Workload]:
 
 def _write_lengths(paths: LinePaths, measured: RunSettings, chosen: Mapping[int, Choice]) -> None:
     """Put the choices into run.json, if it still says what was measured; lengths not measured keep their entries."""
-    now = load_run(paths.run_json)
+    now = load_settings(paths)
     if now != measured:
         raise Refusal(
             f"{paths.run_json} was edited while it was tuned, and is left as it is; run `nstrain tune` again (what was "

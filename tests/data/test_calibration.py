@@ -106,7 +106,7 @@ def test_an_edited_calibration_is_refused(tmp_path: Path, tokenizer: Path, what:
     before = path.read_text()
     edited(path, lambda state: EDITS[what](state["calibration"]))
     for act in (lambda: prepare(line, 1), lambda: plan_line(line)):
-        with pytest.raises(Refusal, match=r"state.json: its calibration has digest .*, line.json pins .*restore"):
+        with pytest.raises(Refusal, match=r"state.json: its calibration has digest .*, line.json pins .*put a copy"):
             act()
     assert not line.manifest_path(1).exists()
     path.write_text(before)

@@ -276,9 +276,9 @@ DAMAGE: dict[str, tuple[Callable[[DataLine], None], set[str], str]] = {
     "a token file": (lambda at: flip(at.cycle_directory(2) / "rows.bin"), {"cycle 2"}, r"2/rows.bin: expected sha256"),
     "a table": (lambda at: flip(at.cycle_directory(3) / "tree.idx"), {"cycle 3"}, r"000003/tree.idx: expected sha256"),
     "a lost token file": (lambda at: (at.cycle_directory(1) / "nested.bin").unlink(), {"cycle 1"}, "found no file"),
-    "READY": (lambda at: (at.cycle_directory(1) / "READY").write_text("{}"), {"cycle 1"}, "manifest_sha256"),
+    "READY": (lambda at: (at.cycle_directory(1) / "READY").write_text("{}"), {"cycle 1"}, "READY: expected the hash"),
     "held-out text": (lambda at: flip(at.work / "val" / "tree.bin"), {"held-out rows"}, r"tree.bin: expected sha256"),
-    "the held-out index": (lambda at: (at.work / "val" / "index.json").unlink(), {"held-out rows"}, "no held-out rows"),
+    "the held-out index": (lambda at: (at.work / "val" / "index.json").unlink(), {"held-out rows"}, "json: missing"),
     "an edited held-out index": (
         lambda at: edit_json(at.work / "val" / "index.json", lambda i: i["sources"]["tree"].update(held_out=0.3)),
         {"held-out rows"},
@@ -334,10 +334,10 @@ DAMAGE: dict[str, tuple[Callable[[DataLine], None], set[str], str]] = {
     "a lost manifest": (
         lambda at: at.manifest_path(2).unlink(),
         {"manifest 2", "manifest 3", "cycle 2"},
-        "000002.json: no manifest of that cycle",
+        "000002.json: no such manifest; .*run-preparer",
     ),
     "the last manifest lost": (
-        lambda at: at.manifest_path(CYCLES).unlink(), {f"manifest {CYCLES}", f"cycle {CYCLES}"}, "no manifest",
+        lambda at: at.manifest_path(CYCLES).unlink(), {f"manifest {CYCLES}", f"cycle {CYCLES}"}, "no such manifest",
     ),
     "exchanged manifests": (
         exchanges_manifests,

@@ -11,8 +11,10 @@ from data_helpers import PlainText, make_line, many_rows_tree, prepare, rows_of,
 
 from nstrain.base.errors import Refusal
 from nstrain.data.line import DataLine
+from nstrain.data.rebuild import rebuild_in_line
 from nstrain.data.rows import CycleRows
 from nstrain.data.show import FIRST_TOKENS, show_rows
+from nstrain.data.verify import verify_line
 
 
 @pytest.fixture
@@ -87,3 +89,26 @@ def test_rows_and_cycles_that_are_not_there_are_refused(line: DataLine) -> None:
         list(show_rows(line, 3, 0, 1, 32, with_text=False))
     with pytest.raises(Refusal, match="do not divide"):
         list(show_rows(line, 1, 0, 1, 24, with_text=False))
+
+
+@pytest.mark.parametrize("how", ["lost", "cut", "flipped"])
+def test_a_damaged_table_of_documents_is_named_with_the_remedy(line: DataLine, how: str) -> None:
+    path = line.cycle_directory(1) / "code.idx"
+    data = path.read_bytes()
+    path.unlink() if how == "lost" else path.write_bytes(data[:-8] if how == "cut" else bytes([data[0] ^ 1]) + data[1:])
+    with pytest.raises(Refusal, match=rf"code.idx: expected sha256 .*`rm -r {line.cycle_directory(1)}`"):
+        list(show_rows(line, 1, 0, 1, 32, with_text=True))
+
+
+def test_a_cycle_that_lost_its_ready_is_not_one_that_was_deleted(line: DataLine) -> None:
+    directory = line.cycle_directory(2)
+    whole = (directory / "web.bin").read_bytes()
+    (directory / "READY").unlink()
+    (directory / "web.bin").write_bytes(b"half")
+    with pytest.raises(Refusal, match=r"READY: missing, though .*`rm -r "):
+        list(show_rows(line, 2, 0, 1, 32, with_text=False))
+    (failed,) = [found for found in verify_line(line) if not found.ok]
+    assert (failed.what, "READY: missing" in failed.message) == ("cycle 2", True)
+    rebuild_in_line(line, 2, workers=0)
+    assert (directory / "web.bin").read_bytes() == whole
+    assert all(found.ok for found in verify_line(line))

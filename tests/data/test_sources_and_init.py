@@ -259,7 +259,7 @@ def test_sources_without_text_are_refused(tmp_path: Path, tokenizer: Path) -> No
 
 RECIPES: dict[str, tuple[Any, str]] = {
     "no list": ({"format": 1}, "field 'sources' is missing"),
-    "empty": ({"format": 1, "sources": []}, "at least 1 item"),
+    "empty": ({"format": 1, "sources": []}, "sources': expected at least 1 of them"),
     "format": ({"format": 2, "sources": []}, "field 'format'"),
     "unknown field": ({"nam": "x"}, r"unknown field 'sources.0.nam' \(did you mean 'name'\?\)"),
     "share 0": ({"share": 0}, "'sources.0.share': input should be greater than 0"),

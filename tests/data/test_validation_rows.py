@@ -215,10 +215,10 @@ def test_rows_need_data_val_and_an_undamaged_file(tmp_path: Path, tokenizer: Pat
     data = bytearray((other.work / "val" / "web.bin").read_bytes())
     data[5] ^= 1
     (other.work / "val" / "web.bin").write_bytes(data)
-    with pytest.raises(Refusal, match=r"web.bin is damaged"):
+    with pytest.raises(Refusal, match=r"web.bin: damaged: expected"):
         ValidationRows.open(other, 32, 4)
     (other.work / "val" / "web.bin").unlink()
-    with pytest.raises(Refusal, match=r"web.bin is damaged"):
+    with pytest.raises(Refusal, match=r"web.bin: damaged: expected"):
         ValidationRows.open(other, 32, 4)
 
 

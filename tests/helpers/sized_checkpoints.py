@@ -1,11 +1,13 @@
-"""Checkpoint directories of any size, with a state.json and nothing in their tensors: for whoever counts bytes."""
+"""Checkpoint directories of any size, sound but for their tensors, which are empty: for whoever counts bytes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from nstrain.base.disk import atomic_write_json
+from nstrain.line.checkpoint import _hashes_text
 from nstrain.line.paths import LinePaths
+from nstrain.line.tensor_file import hash_file
 
 
 def make_sized_line(run: Path, keep_last: int = 2) -> LinePaths:
@@ -38,7 +40,12 @@ def put_sized(
         "id": "sized",
     }
     atomic_write_json(directory / "state.json", state)
-    rest = size - (directory / "state.json").stat().st_size
+    names = ("exp_avg.safetensors", "exp_avg_sq.safetensors", "state.json", "weights.safetensors")
+    for file in set(names) - {"state.json"}:
+        (directory / file).touch()
+    hashes = {file: {"bytes": 0, "blake2b": hash_file(directory / file)} for file in names}
+    (directory / "hashes.json").write_bytes(_hashes_text(hashes))
+    rest = size - sum(file.stat().st_size for file in directory.iterdir())
     (directory / "weights.safetensors").write_bytes(bytes(rest))
     if name is None:
         paths.latest.write_text(directory.name + "\n")

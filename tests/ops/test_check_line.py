@@ -23,6 +23,7 @@ from nstrain.ops import check as check_module
 from nstrain.ops.check import Finding, check_line, refuse_failed
 from nstrain.ops.consumer import consumer_path
 from nstrain.record import local_disk
+from nstrain.record.journal import Journal
 from nstrain.settings.run import METRICS_VERSION, load_run
 
 
@@ -166,11 +167,8 @@ def test_progress_of_the_sources(paths: LinePaths) -> None:
 
 
 def test_journal_of_another_metrics_version(trained: LinePaths) -> None:
-    import sqlite3
-
-    with sqlite3.connect(trained.journal) as db:
-        db.execute("UPDATE meta SET value = 7 WHERE name = 'metrics_version'")
-    db.close()
+    trained.journal.unlink()
+    Journal.open(trained.journal, 7).close()
     assert "metrics version 7" in failures(trained)["journal"]
 
 

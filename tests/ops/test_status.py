@@ -176,6 +176,20 @@ def test_waiting_for_data(paths: LinePaths) -> None:
     assert look.preparer_pid == os.getpid()
 
 
+def test_a_preparer_that_fails_is_told_with_how_often_and_why(paths: LinePaths) -> None:
+    """Else a line whose data can't be prepared looks like one that only waits."""
+    why = "/texts/even/003.txt: has other content than was pinned"
+    supervise(paths, trainer_pid=os.getpid(), preparer_failures=4, preparer_failure=why)
+    beat(paths, os.getpid(), stage="waiting_data", waiting_for="cycle 2 of DATA", waiting_since=time.time())
+    look = status(paths.root)
+    assert look.waiting_for == "cycle 2 of DATA (its preparer has failed 4 times in a row)"
+    assert (look.preparer_failures, look.preparer_failure) == (4, why)
+    assert "".join(why.split()) in "".join(page(look).split())
+    assert why in find_lines(paths.root)[0].row()[-1]
+    supervise(paths, trainer_pid=os.getpid(), preparer_failures=0, preparer_failure=why)
+    assert why not in page(status(paths.root)), "a cycle was prepared since"
+
+
 def test_waiting_for_an_earlier_trainer(paths: LinePaths) -> None:
     supervise(paths, waiting_for="trainer 17", waiting_since=5.0)
     look = status(paths.root)
@@ -199,6 +213,18 @@ def test_recorded_outcome(paths: LinePaths, dead_process: ProcessId, outcome: An
     assert (look.state, look.reason) == (outcome, reason)
     assert (look.update, look.loss, look.cycle, look.learning_rate) == (10, 2.5, 2, 1e-3)
     assert (look.tokens_per_s, look.eta_s, look.pid, look.trainer_pid) == (None, None, None, None)
+
+
+def test_a_copy_is_not_told_to_be_run(paths: LinePaths, dead_process: ProcessId) -> None:
+    write_supervisor(paths, SupervisorState(dead_process, time.time(), outcome="stopped", reason="stopped by SIGINT"))
+    copy = paths.root.with_name("copy")
+    shutil.copytree(paths.root, copy)
+    assert status(paths.root).reason == "stopped by SIGINT"
+    told = status(copy).reason or ""
+    assert told.startswith(f"it is one line with {paths.root}")
+    assert "nstrain run" not in told
+    shutil.rmtree(paths.root)
+    assert status(copy).reason == "stopped by SIGINT", "it was moved, not copied"
 
 
 def test_done_until_the_data_line_grows(paths: LinePaths, dead_process: ProcessId) -> None:

@@ -19,6 +19,7 @@ from nstrain.base.errors import Refusal
 from nstrain.line.checkpoint import read_latest, read_state
 from nstrain.line.paths import LinePaths
 from nstrain.ops.verify import Report, verify_line
+from nstrain.record.journal import Journal
 from nstrain.settings.run import load_run
 
 
@@ -139,7 +140,7 @@ def test_a_data_line_that_is_not_the_one_that_was_trained(trained: LinePaths) ->
     manifest.write_bytes(canonical_json(value) + b"\n")
     assert "000001.json: expected sha256" in failures(verify_line(trained.root))["order"]
     manifest.unlink()
-    assert "no manifest of that cycle" in failures(verify_line(trained.root))["order"]
+    assert "no such manifest" in failures(verify_line(trained.root))["order"]
     shutil.rmtree(work_of(trained))
     assert {"data line", "order"} <= failures(verify_line(trained.root)).keys()
 
@@ -158,6 +159,16 @@ def edit_journal(statement: str) -> Callable[[LinePaths], None]:
     return edit
 
 
+def rolled_back_alone(paths: LinePaths) -> None:
+    with Journal.open(paths.journal, load_run(paths.run_json).metrics) as journal:
+        journal.begin_generation(4)
+
+
+def of_another_version(paths: LinePaths) -> None:
+    paths.journal.unlink()
+    Journal.open(paths.journal, 99).close()
+
+
 def damage_journal(paths: LinePaths) -> None:
     edit_journal("UPDATE rows SET key_set = key_set")(paths)
     data = paths.journal.read_bytes()
@@ -169,11 +180,15 @@ def damage_journal(paths: LinePaths) -> None:
     ("damage", "message"),
     [
         (lambda paths: paths.journal.unlink(), "missing; put the line's own journal back"),
-        (edit_journal("DELETE FROM rows WHERE update_number = 3"), "1 updates have no row, the first is 3"),
-        (edit_journal("DELETE FROM rows WHERE update_number > 3"), "ends at update 3, before the checkpoint"),
-        (edit_journal("UPDATE meta SET value = 99 WHERE name = 'metrics_version'"), "metrics version 99"),
-        (damage_journal, ""),
-        (lambda paths: paths.journal.write_bytes(b"not a database, though as long as one" * 300), ""),
+        (edit_journal("DELETE FROM rows WHERE update_number = 3"), "update 3 (generation 1) has no row"),
+        (edit_journal("DELETE FROM rows WHERE update_number > 3"), "update 4 (generation 1) has no row"),
+        (edit_journal("UPDATE rows SET readings = zeroblob(length(readings)) WHERE update_number = 6"), "--to 4`"),
+        (edit_journal("UPDATE key_sets SET names = replace(names, 'train/loss', 'train/lost')"), "other names"),
+        (edit_journal("UPDATE head SET contents = replace(contents, '8', '7')"), "its head"),
+        (rolled_back_alone, "ends at update 3, before the checkpoint"),
+        (of_another_version, "metrics version 99"),
+        (damage_journal, "put the journal back from a copy"),
+        (lambda paths: paths.journal.write_bytes(b"not a database, though as long as one" * 300), "expected a journal"),
     ],
 )
 def test_a_damaged_journal(trained: LinePaths, damage: Callable[[LinePaths], None], message: str) -> None:

@@ -247,3 +247,11 @@ def test_a_late_piece_can_be_meant() -> None:
     state = trained(changed("learning_rate", to=RATES[:2]))
     meant = settings({**changed("learning_rate", to=RATES), "allow_changes": ["learning_rate"]})
     assert [change.field for change in settle_changes(state, meant, "run.json").applied] == ["learning_rate"]
+
+
+def test_the_place_of_a_data_line_that_cannot_be_read_is_not_judged() -> None:
+    """It may have been moved: what is wrong with it is told by whoever reads it."""
+    moved = settings({**BASE, "data": {**BASE["data"], "work": "/elsewhere"}})
+    assert settle_changes({**trained(), "held_out": "aa"}, moved, "run.json") == Changes((), {})
+    with pytest.raises(Refusal, match=r"data.work was .* and is now '/elsewhere'"):
+        settle_changes(trained(), moved, "run.json", "aa")

@@ -36,8 +36,8 @@ RUN = Path(sys.argv[1])
 PACE_S = 0.01
 """An update takes at least this long, so that what happens outside finds the line before its end."""
 
-BUSY_S = 1.5
-"""A foreign process stays on the card for so long."""
+BUSY_LOOKS = 2
+"""A foreign process stays on the card until so many have looked: by the clock a slow machine would not see it."""
 
 
 class FaultCard(FakeCard):
@@ -51,13 +51,15 @@ class FaultCard(FakeCard):
             self._said.rename(busy)
             self.put()
             self._said.rename(free)
-        self._mark = self._said.with_name("mark")
-        recent = f"find {self._mark} -newermt '-{BUSY_S} seconds' 2>/dev/null | grep -q ."
-        self.reads(f"{recent} && exec cat {busy}; exec cat {free}")
+        self._looks = self._said.with_name("looks")
+        left = f"left=$(cat {self._looks} 2>/dev/null || echo 0)"
+        self.reads(
+            f'{left}; [ "$left" -gt 0 ] && echo $((left - 1)) > {self._looks} && exec cat {busy}; exec cat {free}'
+        )
 
     def appear(self) -> None:
-        """Have the process there from now on, for BUSY_S."""
-        self._mark.touch()
+        """Have the process there from now on, for BUSY_LOOKS."""
+        self._looks.write_text(str(BUSY_LOOKS))
 
 
 def card_of(run: Path) -> Callable[[RunSettings], GpuSource | None]:

@@ -60,6 +60,7 @@ def test_repeated_failures_are_notified_once_and_training_goes_on(
     assert running.process.poll() is None
     state = running.state()
     assert (state.preparer_failures, state.launches) == (5, 1)
+    assert state.preparer_failure
     running.process.terminate()
     assert running.wait()[0] == ExitCode.STOPPED
     told = notices(sink)

@@ -68,7 +68,12 @@ def new_line(run: Path, data: DataLine, device: str) -> LinePaths:
     return LinePaths(run)
 
 
-@pytest.fixture(params=["made up", pytest.param("real", marks=[pytest.mark.gpu, pytest.mark.card_alone])])
+@pytest.fixture(
+    params=[
+        pytest.param("made up", marks=pytest.mark.slow),
+        pytest.param("real", marks=[pytest.mark.gpu, pytest.mark.card_alone]),
+    ]
+)
 def lines(
     request: pytest.FixtureRequest, data: DataLine, tmp_path: Path
 ) -> Iterator[tuple[LinePaths, LinePaths, Start]]:

@@ -321,8 +321,8 @@ def test_a_plan_that_is_none_is_refused(plan: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"at_cycle": 2}, "no checkpoint at the end of data cycle 2; it has those of the ends of cycles 1"),
-        ({"plan": "decay:5"}, "period of K = 3 units"),
+        ({"at_cycle": 2}, "no checkpoint at the end of data cycle 2; it has those of cycles 1"),
+        ({"plan": "decay:5"}, "--plan: decay:5: .*period of K = 3 units"),
         ({"options": {"final_lr": 0.5}}, "a decay cannot end at the rate 0.5: the trunk's is 0.01 at the fork"),
         ({"options": {"tokens_per_update": 48}}, "updates of 48 tokens are not a whole number of rows of 32"),
         ({"options": {"long_row_tokens": 24}}, "do not divide the data line's unit of 32"),
@@ -336,6 +336,20 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(
 ) -> None:
     with pytest.raises(Refusal, match=message):
         branch(trunk, tmp_path, **changes)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"branches": [{"run": "b"}]}'])
+def test_a_damaged_list_of_branches_is_told_before_anything_is_made(
+    trunk: LinePaths, tmp_path: Path, content: bytes
+) -> None:
+    before = trunk.branches.read_bytes() if trunk.branches.exists() else b'{"branches": []}'
+    trunk.branches.write_bytes(content)
+    try:
+        with pytest.raises(Refusal, match=rf"{trunk.branches}: expected .*`rm {trunk.branches}`"):
+            branch(trunk, tmp_path)
+    finally:
+        trunk.branches.write_bytes(before)
     assert list(tmp_path.iterdir()) == []
 
 
