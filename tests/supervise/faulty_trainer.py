@@ -104,16 +104,18 @@ def spoil() -> None:
 
 
 def slow(stage: str) -> None:
-    """From now on the trainer stays in a stage for a while after it has shown it."""
+    """From now on the trainer stays in a stage after it has shown it, until somebody has asked what he wants to."""
     from nstrain.train import loop, opening
+
+    asked, until = RUN.with_name(f"{RUN.name}.asked"), time.monotonic() + 60
 
     for module in (loop, opening):
         write = module.write_heartbeat
 
         def slowly(paths: LinePaths, beat: Heartbeat, write: Any = write) -> None:
             write(paths, beat)
-            if beat.stage == stage:
-                time.sleep(0.5)
+            while beat.stage == stage and not asked.exists() and time.monotonic() < until:
+                time.sleep(0.02)
 
         module.write_heartbeat = slowly
 

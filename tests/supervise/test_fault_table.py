@@ -333,6 +333,8 @@ def test_a_stop_is_heard_while_waiting_for_data(how: str, fresh: MakeLine, undis
 
 def _stopped_in(paths: LinePaths, stage: str, how: str) -> int:
     """Run the line; once its trainer is in a stage ask it to stop, by SIGTERM to the supervisor or STOP: exit code."""
+    asked = paths.root.with_name(f"{paths.root.name}.asked")
+    asked.unlink(missing_ok=True)
     process = supervisor(paths)
     wait_until(
         lambda: (beat := read_heartbeat(paths)) is not None and beat.stage == stage and identify(beat.pid) is not None
@@ -341,5 +343,6 @@ def _stopped_in(paths: LinePaths, stage: str, how: str) -> int:
         request_stop(paths)
     else:
         process.terminate()
+    asked.touch()
     process.communicate(timeout=120)
     return process.returncode
