@@ -64,6 +64,7 @@ def test_bench_times_a_baseline(environment: dict[str, str]) -> None:
     assert len(result["losses"]) == 3
 
 
+@pytest.mark.slow  # the baselines' other tests are in every run
 def test_a_line_learns(environment: dict[str, str], tmp_path: Path) -> None:
     data = make_data_line(tmp_path / "data", 1)
     prepare(data.work, 1)

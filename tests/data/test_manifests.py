@@ -145,6 +145,7 @@ def test_the_cache_of_opened_files_may_be_lost_or_damaged(
     assert prepared(line) == straight
 
 
+@pytest.mark.slow  # test_kills_at_random_instants is in every run
 def test_every_kill_point_is_survived(line: DataLine, straight: dict[str, bytes]) -> None:
     """One launch for each instant of two cycles: two sources written, manifest written, renamed."""
     for cycle, point in itertools.product((1, 2), range(1, 5)):

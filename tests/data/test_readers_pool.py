@@ -95,6 +95,7 @@ def test_any_number_of_workers_gives_the_same_entries(
     assert len(expected) == 12
 
 
+@pytest.mark.slow  # the pool's other tests are in every run
 def test_recycled_workers_give_the_same_entries(
     tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +224,7 @@ def test_a_worker_that_dies_while_files_come_changes_nothing(
 # ------------------------------------------------------------------ workers that die
 
 
+@pytest.mark.slow  # test_workers_killed_from_outside is in every run
 def test_a_worker_killed_now_and_then_changes_nothing(
     tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ class RandomMoment:
         return self._changes <= 0
 
 
+@pytest.mark.slow  # the pool's kills are in every run
 def test_two_workers_and_one_that_is_killed_ten_times(original: Original, preparers: Preparers, tmp_path: Path) -> None:
     line = original.copy(tmp_path / "two")
     assert preparers.run(line.work, CYCLES, workers=2)[0] == 0

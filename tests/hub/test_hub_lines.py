@@ -80,6 +80,7 @@ def test_the_example_s_command_as_typed(corpora: FakeHub, tmp_path: Path, tokeni
     assert planned.stdout.count("in cycle 1") == 15, "this hub has less text than the real one"
 
 
+@pytest.mark.slow  # the example's command is typed in every run
 def test_a_cycle_of_all_the_example_s_sources(corpora: FakeHub, tmp_path: Path, tokenizer: Path) -> None:
     """Up to its rebuilding on a machine that has nothing but its manifest and the tokenizer."""
     line = make_line(tmp_path / "D", tokenizer, hub_lines.find_recipe("minicpm"), cycle_tokens=20_000)

@@ -100,6 +100,7 @@ def test_replayed_updates_are_compared(tmp_path: Path) -> None:
     assert json.loads(nstrain("status", run, "--json"))["differences"] == 0
 
 
+@pytest.mark.slow  # tests/train and tests/supervise stop in every stage
 def test_stop_and_go_on(through: Path, tmp_path: Path) -> None:
     run = make_line(tmp_path)
     running = Running(run)
@@ -160,6 +161,7 @@ def test_no_document_twice_and_nothing_held_out(through: Path) -> None:
         assert int.from_bytes(digest, "big") >= 0.1 * 2**64, f"{name}/{path} is held out and was trained"
 
 
+@pytest.mark.slow  # tests/data shows rows of small lines
 def test_rows_can_be_shown(through: Path, tmp_path: Path) -> None:
     run = make_line(tmp_path)
     data = run.parent / "data"

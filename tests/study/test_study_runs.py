@@ -139,6 +139,7 @@ def session(table: Table, data: Path, jobs: list[Job], budget_s: float = 60.0) -
     return Session(table, data, lambda _: jobs, ["cpu", "cpu"], time.monotonic() + budget_s)
 
 
+@pytest.mark.slow  # a study, run by hand
 def test_runs_fill_the_table_and_are_not_run_again(
     tmp_path: Path, data_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -305,12 +305,13 @@ def _stage(work: Path) -> str | None:
 
 
 STOPS = {
+    "quick": {"saving": "STOP", "validating": "SIGTERM"},
     "one": {"saving": "STOP", "starting": "SIGTERM", "validating": "STOP", "training": "SIGTERM"},
     "the other": {"saving": "SIGTERM", "starting": "STOP", "validating": "SIGTERM", "training": "STOP"},
 }
 
 
-@pytest.mark.parametrize("way", ["one", pytest.param("the other", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["quick", *(pytest.param(way, marks=pytest.mark.slow) for way in ("one", "the other"))])
 def test_a_stop_is_heard_in_every_stage(way: str, line: MakeLine, undisturbed: Outcome) -> None:
     """Asked in one stage of the trainer after the other: each time it saves and ends, the next goes on.
 
@@ -323,7 +324,8 @@ def test_a_stop_is_heard_in_every_stage(way: str, line: MakeLine, undisturbed: O
     assert outcome(paths) == undisturbed
 
 
-@pytest.mark.parametrize("how", ["STOP", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+@pytest.mark.slow  # without a supervisor in every run
+@pytest.mark.parametrize("how", ["STOP", "SIGTERM"])
 def test_a_stop_is_heard_while_waiting_for_data(how: str, fresh: MakeLine, undisturbed: Outcome) -> None:
     paths = fresh()
     assert _stopped_in(paths, "waiting_data", how) == ExitCode.STOPPED

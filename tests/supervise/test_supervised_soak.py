@@ -11,9 +11,9 @@ import pytest
 import soak
 
 
-def test_six_random_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_random_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSTRAIN_HOST", "")  # restored at the end
-    soak.soak(11, 6, tmp_path)
+    soak.soak(11, 3, tmp_path)
 
 
 def test_a_seed_is_a_row_of_faults() -> None:

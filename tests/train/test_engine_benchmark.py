@@ -25,6 +25,7 @@ def engine() -> Any:
     return module
 
 
+@pytest.mark.slow  # a benchmark, and compilers
 def test_lines_beside_their_peers_and_one_that_fails(
     engine: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

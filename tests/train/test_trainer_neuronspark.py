@@ -125,7 +125,13 @@ def make_line(root: Path, data: DataLine, device: str) -> LinePaths:
     )
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.card_alone])])
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.card_alone]),
+    ],
+)
 def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(device: str, data: DataLine, tmp_path: Path) -> None:
     through, line = (make_line(tmp_path / name, data, device) for name in ("through", "run"))
     assert run(through) == ExitCode.DONE

@@ -98,6 +98,7 @@ def test_killed_at_any_step_it_goes_on_to_the_same_bytes(uninterrupted: Outcome,
     assert outcome(line) == uninterrupted
 
 
+@pytest.mark.slow  # tests/supervise stops in every stage
 def test_every_way_to_stop_saves_at_the_next_boundary(uninterrupted: Outcome, line: LinePaths) -> None:
     for how in ("SIGTERM", "STOP", "parent", "SIGINT"):
         before = last_update(line) or 0
@@ -153,6 +154,7 @@ def test_waits_for_data_visibly_and_can_be_stopped_meanwhile(tmp_path: Path) -> 
     assert rows_of(paths)[-1]["tokens"] == 4032
 
 
+@pytest.mark.slow  # with a supervisor in every run
 def test_an_error_of_the_background_writer_ends_the_process_with_its_story_in_the_log(
     uninterrupted: Outcome, line: LinePaths
 ) -> None:
@@ -176,6 +178,7 @@ def limit_file_size() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
 
+@pytest.mark.slow  # with a supervisor in every run
 def test_a_checkpoint_that_cannot_be_written_ends_the_process_and_nothing_is_lost(line: LinePaths) -> None:
     # 3 MB of weights against 1 MB a file; the journal stays far below.
     change_run(line, model={"preset": "stand-in", "config": {"vocab_size": 384, "width": 640}})
