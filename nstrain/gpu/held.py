@@ -65,9 +65,8 @@ class HeldGpu:
         gpu = visible_gpu(_read_at_start(source))
         lease = gpu_lease(gpu.uuid, source.leases)
         try:
-            lease.acquire(
-                gpu.uuid
-            )  # not tried once alone: a line that waits looks at it, which holds it for an instant
+            # Not tried once alone: a line that waits looks at the lease, which holds it for an instant.
+            lease.acquire(gpu.uuid)
         except NstrainError:
             raise GpuTaken(f"{gpu.uuid} is held by process {lease.holder()}") from None
         others = [process for process in gpu.processes if not is_ours(process.pid, line)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from nstrain.base.disk import PARTIAL_SUFFIX, read_json
+from nstrain.base.disk import PARTIAL_SUFFIX, bytes_below, read_json
 from nstrain.base.errors import NstrainError
 from nstrain.line.listing import ListedCheckpoint, forecast_of, list_checkpoints
 from nstrain.line.paths import REPLACED_SUFFIX, LinePaths
@@ -58,13 +58,5 @@ def _in_motion_bytes(paths: LinePaths, own: list[ListedCheckpoint], keep_last: i
     found = sum(rolling[: max(0, len(rolling) - keep_last)])
     for entry in paths.checkpoints.iterdir():
         if entry.name.endswith((PARTIAL_SUFFIX, REPLACED_SUFFIX)) and entry.is_dir():
-            found += _bytes_in(entry)
+            found += bytes_below(entry)
     return found
-
-
-def _bytes_in(directory: Path) -> int:
-    """Bytes of a directory's files; what vanishes meanwhile does not count."""
-    try:
-        return sum(file.stat().st_size for file in directory.iterdir())
-    except OSError:
-        return 0

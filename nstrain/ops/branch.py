@@ -35,7 +35,8 @@ from nstrain.ops.branch_plan import AskedStage, Stage, StageOptions, branch_sett
 from nstrain.ops.branch_trunk import changed_since_fork, settings_at_fork
 from nstrain.ops.consumer import enter_consumer
 from nstrain.ops.schedule_notes import schedule_notes
-from nstrain.record.journal import FIRST_GENERATION, Journal
+from nstrain.record.journal import Journal
+from nstrain.record.journal_reader import FIRST_GENERATION
 from nstrain.record.local_disk import refuse_network_file_system
 from nstrain.settings.changes import Changes
 from nstrain.settings.model import dump, validate

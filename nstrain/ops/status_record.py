@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from nstrain.base.errors import Refusal
 from nstrain.line.paths import LinePaths
 from nstrain.record.alarms import firing_alarms, loss_alarms
-from nstrain.record.journal import FIRST_GENERATION, PARENTS_GENERATION, Journal, JournalReader, Row
+from nstrain.record.journal import Journal
+from nstrain.record.journal_reader import FIRST_GENERATION, PARENTS_GENERATION, JournalReader, Row
 
 TREND_UPDATES = 100
 """The loss's trend is the mean of so many updates against the mean of as many before."""

@@ -18,7 +18,7 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping
 
-from nstrain.record.journal import JournalReader
+from nstrain.record.journal_reader import JournalReader
 
 DEAD_FIRING = 0.02
 SEIZING_FIRING = {"excitatory": 0.8, "signed": 0.95}

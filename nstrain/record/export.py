@@ -12,7 +12,7 @@ import json
 import math
 from typing import IO, Literal
 
-from nstrain.record.journal import JournalReader
+from nstrain.record.journal_reader import JournalReader
 from nstrain.record.readings import in_printing_order
 
 Format = Literal["jsonl", "csv"]

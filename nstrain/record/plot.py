@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from nstrain.base.disk import atomic_write
 from nstrain.base.errors import Refusal
 from nstrain.base.units import human_count
-from nstrain.record.journal import JournalReader
+from nstrain.record.journal_reader import JournalReader
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -31,7 +31,8 @@ from nstrain.line.checkpoint import (
 from nstrain.line.paths import LinePaths
 from nstrain.line.run_json import load_settings
 from nstrain.line.state_files import Heartbeat, read_heartbeat, write_heartbeat
-from nstrain.record.journal import FIRST_GENERATION, Journal
+from nstrain.record.journal import Journal
+from nstrain.record.journal_reader import FIRST_GENERATION
 from nstrain.settings.run import METRICS_VERSION, RunSettings
 from nstrain.train.checkpointing import (
     LineState,

@@ -1,14 +1,16 @@
-"""A new line, and a line that was trained to its end and comes back as it was after each test."""
+"""A new line, one that was trained to its end and comes back as it was after each test, and processes to point at."""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from small_lines import make_small_line
 
+from nstrain.base.process import ProcessId, identify
 from nstrain.line.paths import LinePaths
 from nstrain.supervise.supervisor import Supervisor
 
@@ -37,3 +39,23 @@ def trained(trained_once: Path) -> Iterator[LinePaths]:
     yield LinePaths(trained_once / "run")
     shutil.rmtree(trained_once)
     shutil.copytree(trained_once.with_name("as it was"), trained_once)
+
+
+@pytest.fixture
+def dead_process() -> ProcessId:
+    """A process that has ended."""
+    process = subprocess.Popen(["sleep", "60"])
+    identity = identify(process.pid)
+    process.kill()
+    process.wait()
+    assert identity is not None
+    return identity
+
+
+@pytest.fixture
+def other_process() -> Iterator[int]:
+    """A process that runs."""
+    process = subprocess.Popen(["sleep", "60"])
+    yield process.pid
+    process.kill()
+    process.wait()

@@ -13,7 +13,8 @@ import pytest
 
 from nstrain.base.errors import NstrainError, Refusal
 from nstrain.record import journal as journal_module
-from nstrain.record.journal import Journal, JournalReader
+from nstrain.record.journal import Journal
+from nstrain.record.journal_reader import JournalReader
 
 
 @pytest.fixture

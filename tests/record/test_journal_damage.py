@@ -19,7 +19,8 @@ import pytest
 from nstrain.base.errors import NstrainError, Refusal
 from nstrain.base.killpoints import VARIABLE
 from nstrain.record.export import export
-from nstrain.record.journal import Journal, JournalReader
+from nstrain.record.journal import Journal
+from nstrain.record.journal_reader import JournalReader
 
 
 def readings(update: int, *, validated: bool = False, shift: float = 0.0) -> dict[str, float]:
