@@ -167,8 +167,8 @@ class Training:
             torch.cuda.synchronize()
 
 
-def begin_training(arguments: argparse.Namespace) -> Training:
-    """Build the model with its optimizer, as the trainer does."""
+def begin_training(arguments: argparse.Namespace, seed: int | None = 0) -> Training:
+    """Build the model with its optimizer, as the trainer does: without a seed for a checkpoint's values."""
     from nstrain.settings.model import validate
     from nstrain.settings.run import RunSettings
     from nstrain.train.determinism import enter_deterministic_mode
@@ -193,7 +193,7 @@ def begin_training(arguments: argparse.Namespace) -> Training:
         "the benchmark's settings",
     )  # fmt: skip
     vocabulary = int(cost.config["vocab_size"])
-    engine = make_engine(build(settings.model, vocabulary, arguments.device, seed=0), settings)
+    engine = make_engine(build(settings.model, vocabulary, arguments.device, seed), settings)
     engine.set_length(settings.lengths[length])
     rows = random_rows(vocabulary, arguments.rows * arguments.accum, arguments.row_tokens)
     return Training(settings, engine, rows, cost.parameters)
@@ -316,7 +316,7 @@ def resume(arguments: argparse.Namespace) -> Report:
     assert found is not None
     newest, loaded = found
     laps.end("read and hash")
-    training = begin_training(arguments)
+    training = begin_training(arguments, seed=None)
     training.synchronize()
     laps.end("model and optimizer")
     restore(training.engine, loaded, "benchmark")

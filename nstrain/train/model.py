@@ -135,8 +135,8 @@ def _owners(kind: str, owners: Mapping[str, Sequence[str]], parameters: Mapping[
     return owner_of
 
 
-def build(settings: ModelSettings, vocab_size: int, device: torch.device | str, seed: int) -> TrainableModel:
-    """The model of run.json with its initial weights, on a device.
+def build(settings: ModelSettings, vocab_size: int, device: torch.device | str, seed: int | None) -> TrainableModel:
+    """The model of run.json on a device, with its initial weights; without a seed with none, for a checkpoint's.
 
     Raises `Refusal` if the configuration is not one of the model package's, or has fewer vocabulary rows than the
     data line has token ids.

@@ -162,7 +162,9 @@ def _make_trainer(
             print(f"what the line is computed with has changed, its bits may: {difference}", flush=True)
     else:
         use_kernels(tuned_kernels(paths))
-    model = build(settings.model, data.vocab_size, settings.device, settings.seed)
+    # A checkpoint replaces every value: drawing two billion first takes longer than loading them.
+    seed = settings.seed if checkpoint is None else None
+    model = build(settings.model, data.vocab_size, settings.device, seed)
     engine = make_engine(model, settings)
     print(f"{engine.flat.elements:,} parameters on {settings.device}, {settings.threads} threads", flush=True)
     if checkpoint is not None and newest is not None:

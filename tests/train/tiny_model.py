@@ -17,19 +17,22 @@ GradientFault = Callable[[int], None]
 class TinyModel(nn.Module):
     """embedding -> two layers (matrix, memory table, neuron gain) -> norm -> tied head; V tokens, d channels."""
 
-    def __init__(self, vocab_size: int = 64, width: int = 24, seed: int = 0, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, vocab_size: int = 64, width: int = 24, seed: int | None = 0, dtype: torch.dtype = torch.float32
+    ):
         super().__init__()
-        random = torch.Generator().manual_seed(seed)
+        random = torch.Generator().manual_seed(seed or 0)
+        scale = float("nan") if seed is None else 1.0  # what a checkpoint does not replace is seen
 
         def drawn(*shape: int, std: float = 0.1) -> nn.Parameter:
-            return nn.Parameter((torch.randn(shape, generator=random) * std).to(dtype))
+            return nn.Parameter((torch.randn(shape, generator=random) * std * scale).to(dtype))
 
         self.embedding = drawn(vocab_size, width, std=0.3)
         for layer in range(2):
             self.register_parameter(f"w{layer}", drawn(width, 2 * width))
             self.register_parameter(f"memory{layer}", drawn(16, width))
-            self.register_parameter(f"gain{layer}", nn.Parameter(torch.ones(width)))
-        self.norm = nn.Parameter(torch.ones(width))
+            self.register_parameter(f"gain{layer}", nn.Parameter(torch.ones(width) * scale))
+        self.norm = nn.Parameter(torch.ones(width) * scale)
         self.mode = ""
         self.refreshed = 0
         self.losses_taken = 0
