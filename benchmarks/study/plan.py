@@ -12,11 +12,13 @@ from benchmarks.study.arms import BASELINES, DEFAULT, MECHANISMS, SHAPES
 from benchmarks.study.table import Table, best
 from benchmarks.study.training import Job
 
-RATES = (6e-4, 1.5e-3, 3e-3, 6e-3)
+RATES = (6e-4, 1.5e-3, 3e-3, 6e-3, 1.2e-2)
 FIRST_RATES = (3e-3, 1.5e-3)
 SEEDS = (0, 1, 2)
 EVIDENT_RATE = 3e-3
 """What mechanisms are compared at before the default's best rate is known."""
+TWICE = ("no-spikes", "everywhere")
+"""Mechanisms that get a second seed: what spikes cost, and whether a neuron before every projection costs anything."""
 
 
 def wanted(parts: Sequence[str], table: Table) -> list[Job]:
@@ -56,7 +58,11 @@ def mechanisms(table: Table) -> list[Job]:
     rate = best_rate(table, DEFAULT.name)
     first, *others = MECHANISMS
     jobs = [Job(DEFAULT.name, "50M", rate), *search(table, [first.name])]
-    return jobs + [Job(arm.name, "50M", rate) for arm in others]
+    jobs += [Job(arm.name, "50M", rate) for arm in others]
+    if all(table.find(job) for job in search(table, [first.name])):
+        rates = {first.name: best_rate(table, first.name)}
+        jobs += [Job(name, "50M", rates.get(name, rate), SEEDS[1]) for name in TWICE]
+    return jobs
 
 
 def shapes(table: Table) -> list[Job]:

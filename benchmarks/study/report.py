@@ -25,6 +25,8 @@ from nstrain.base.errors import Refusal
 
 BEGIN, END = "<!-- written by benchmarks.study.report: begin -->", "<!-- written by benchmarks.study.report: end -->"
 SMALL, LARGE = "50M", "150M"
+STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""Student's t that 95 % stay below in size, at 1, 2, ... degrees of freedom; the last one stands for all after it."""
 
 
 # --- the noise -----------------------------------------------------------------------------------------------------
@@ -41,8 +43,11 @@ class Noise:
 
     @property
     def told_apart(self) -> float | None:
-        """The least difference of two runs that is not put down to seeds: two standard deviations of a difference."""
-        return None if self.sd is None else 2 * 2**0.5 * self.sd
+        """The least difference of two runs that is not put down to seeds: 95 % of those of equal arms are less."""
+        if self.sd is None:
+            return None
+        t = STUDENT_95[min(self.degrees, len(STUDENT_95)) - 1]
+        return float(t * 2**0.5 * self.sd)
 
 
 def noise_of(rows: Sequence[Row]) -> Noise:
@@ -263,10 +268,15 @@ def report(table: Table, pictures: Path) -> str:
     small = table.of(size=SMALL, recipe="one epoch")
     if not small:
         raise Refusal("the table has no run of parts 1 to 3: run benchmarks.study.run first")
-    noise = noise_of(small)
+    of_baselines = {arm.name for arm in BASELINES}
+    families = {
+        "The default and its variants": [row for row in small if row["arm"] not in of_baselines],
+        "The baselines": [row for row in small if row["arm"] in of_baselines],
+    }
     at_best = [row for arm in (DEFAULT, *BASELINES) if (row := best(table.of(arm=arm.name, size=SMALL, seed=0)))]
     lines = [_made_with(table.rows), "## Spread over seeds\n"]
-    lines += [spread_table(small), "", _noise_sentence(noise)]
+    lines += [spread_table(small), ""]
+    lines += [f"{name}: {_noise_sentence(noise_of(rows))}\n" for name, rows in families.items()]
     lines += [
         "\n## The default and the baselines, each at its own best rate\n",
         rates_table(table, (DEFAULT, *BASELINES)),
@@ -310,10 +320,10 @@ def _made_with(rows: Sequence[Row]) -> str:
 
 def _noise_sentence(noise: Noise) -> str:
     if noise.sd is None or noise.told_apart is None:
-        return "No arm has several seeds yet: no difference below is told apart from noise."
+        return "none has several seeds yet; no difference is told apart from noise."
     return (
-        f"Pooled standard deviation of a run: {noise.sd:.4f} ({noise.degrees} degrees of freedom). Two runs that "
-        f"differ by less than {noise.told_apart:.4f} are not told apart here."
+        f"pooled standard deviation of a run {noise.sd:.4f} ({noise.degrees} degrees of freedom). Two runs that differ "
+        f"by less than {noise.told_apart:.4f} are not told apart (95 %)."
     )
 
 

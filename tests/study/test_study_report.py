@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,11 @@ def test_the_noise_is_the_pooled_spread_over_seeds(table: Table) -> None:
     noise = report.noise_of(table.of(size="50M"))
     assert noise.degrees == 2
     assert noise.sd == pytest.approx(0.02)
-    assert noise.told_apart == pytest.approx(2 * 2**0.5 * 0.02)
+    # Student's t has a closed form at two degrees of freedom, and at one it is Cauchy's.
+    assert noise.told_apart == pytest.approx(0.95 * (2 / (1 - 0.95**2)) ** 0.5 * 2**0.5 * 0.02, rel=1e-3)
+    assert report.STUDENT_95[0] == pytest.approx(math.tan(math.pi * 0.475), rel=1e-3)
+    assert list(report.STUDENT_95) == sorted(report.STUDENT_95, reverse=True)
+    assert report.Noise(1.0, 1000).told_apart == pytest.approx(2.23 * 2**0.5), "never less than is known"
     assert report.noise_of([]).told_apart is None
 
 

@@ -109,6 +109,7 @@ def test_part_1_searches_each_rate_and_then_asks_for_seeds(table: Table) -> None
     assert done[:4] == [Job(arm.name, "50M", 3e-3) for arm in (ARMS["default"], *BASELINES)]
     assert {job.rate for job in done if job.arm == "default" and job.seed == 0} == {1.5e-3, 3e-3, 6e-3}
     assert {job.rate for job in done if job.arm == "llama" and job.seed == 0} == {6e-4, 1.5e-3, 3e-3}
+    assert {job.rate for job in done if job.arm == "llama-conv" and job.seed == 0} == {1.5e-3, 3e-3, 6e-3, 1.2e-2}
     assert [job for job in done if job.arm == "llama" and job.seed] == [Job("llama", "50M", 6e-4, 1)]
     assert [job for job in done if job.arm == "llama-conv" and job.seed] == [Job("llama-conv", "50M", 6e-3, 1)]
     assert [job.seed for job in done if job.arm == "default" and job.seed] == [1, 2]
@@ -118,8 +119,10 @@ def test_part_1_searches_each_rate_and_then_asks_for_seeds(table: Table) -> None
 def test_mechanisms_and_shapes_are_at_the_defaults_best_rate(table: Table) -> None:
     done = run_all(table, ["1", "2", "3"], {("default", 1.5e-3): 2.0, ("no-spikes", 3e-3): 1.9})
     for arm in (*MECHANISMS[1:], *SHAPES):
-        assert [job.rate for job in done if job.arm == arm.name] == [1.5e-3]
+        assert [job.rate for job in done if job.arm == arm.name and job.seed == 0] == [1.5e-3]
     assert {job.rate for job in done if job.arm == "no-spikes"} == {1.5e-3, 3e-3, 6e-3}
+    again = [job for job in done if job.seed and job.arm not in ("default", *(arm.name for arm in BASELINES))]
+    assert again == [Job("no-spikes", "50M", 3e-3, 1), Job("everywhere", "50M", 1.5e-3, 1)]
 
 
 def test_the_final_pair_is_the_default_and_the_best_baseline(table: Table) -> None:

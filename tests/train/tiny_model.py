@@ -17,9 +17,7 @@ GradientFault = Callable[[int], None]
 class TinyModel(nn.Module):
     """embedding -> two layers (matrix, memory table, neuron gain) -> norm -> tied head; V tokens, d channels."""
 
-    def __init__(
-        self, vocab_size: int = 64, width: int = 24, seed: int | None = 0, dtype: torch.dtype = torch.float32
-    ):
+    def __init__(self, vocab_size: int = 64, width: int = 24, seed: int | None = 0, dtype: torch.dtype = torch.float32):
         super().__init__()
         random = torch.Generator().manual_seed(seed or 0)
         scale = float("nan") if seed is None else 1.0  # what a checkpoint does not replace is seen
