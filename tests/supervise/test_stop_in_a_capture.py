@@ -34,14 +34,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataLine:
 def make_line(root: Path, data: DataLine, device: str, *faults: str) -> LinePaths:
     """A tiny NeuronSpark line whose launches have these faults from their beginning on."""
     planned: list[dict[str, Any]] = [{"after": -1, "do": fault} for fault in faults]
-    guards = GUARDS | {"watchdog_s": 120.0}  # kernels are compiled under it
+    guards = GUARDS | {"watchdog_s": 300.0}  # kernels are compiled under it
     return make_faulty_line(root, data, *planned, **FIELDS, device=device, guards=guards)
 
 
 def run(paths: LinePaths) -> tuple[int, str]:
     """Supervise the line to an end; exit code and what was told."""
     process = supervisor(paths)
-    output, _ = process.communicate(timeout=180)
+    output, _ = process.communicate(timeout=400)
     return process.returncode, output
 
 
