@@ -12,7 +12,9 @@ from nstrain.base.units import human_count
 from nstrain.cli.common import parse_recipe, parse_token_option, progress_bars, resolve, table
 
 if TYPE_CHECKING:
+    from nstrain.data.line import DataLine
     from nstrain.ops.branch import Branched
+    from nstrain.ops.branch_plan import Stage
 
 Run = Annotated[str, typer.Argument(help="The training line's directory.", metavar="RUN")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
@@ -86,6 +88,19 @@ def branch(
     _show_branch(run, parent, made)
 
 
+def _cycles(data: DataLine, stage: Stage) -> str:
+    """A stage's cycles by their sizes: `3 of 9,216, 1 of 6,144`."""
+    sizes: dict[int, int] = {}
+    first = 1
+    for piece in data.settings.schedule:
+        end = first + (piece.cycles or 0)
+        here = min(end, stage.first_cycle + stage.cycles) - max(first, stage.first_cycle)
+        if here > 0:
+            sizes[piece.cycle_tokens] = sizes.get(piece.cycle_tokens, 0) + here
+        first = end
+    return ", ".join(f"{count:,} of {tokens:,}" for tokens, count in sizes.items())
+
+
 def _show_branch(run: str, parent: str, made: Branched) -> None:
     """The branch's stages, what a person should know of it, and what comes next."""
     rows = [
@@ -93,7 +108,7 @@ def _show_branch(run: str, parent: str, made: Branched) -> None:
             stage.kind,
             f"{stage.asked_tokens:,}",
             f"{stage.tokens:,}",
-            f"{stage.cycles} of {stage.tokens // stage.cycles:,}",
+            _cycles(made.data, stage),
             f"{stage.row_tokens:,}",
             f"{stage.rate_start:.3g}" + ("" if stage.rate_end == stage.rate_start else f" to {stage.rate_end:.3g}"),
         )

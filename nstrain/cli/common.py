@@ -64,9 +64,13 @@ def parse_recipe(shares: list[str] | None) -> dict[str, int] | None:
     return recipe or None
 
 
-def parse_token_option(text: str | None, name: str) -> int | None:
-    """An option's tokens; None if it was not given, or as 0. Raises `Refusal` for what is no whole number."""
-    return None if text is None or text == "0" else int(parse_tokens(text, name))
+def parse_token_option(text: str | None, name: str, *, may_be_zero: bool = False) -> int | None:
+    """An option's tokens; None if it was not given. Raises `Refusal` for what is no whole number greater than 0, or
+    for one below 0 if it `may_be_zero`.
+    """
+    if text is None:
+        return None
+    return 0 if may_be_zero and text == "0" else int(parse_tokens(text, name))
 
 
 class Bars:

@@ -39,12 +39,14 @@ def new(
     row_tokens: Annotated[int | None, typer.Option(help="Row length (default: up to 4096).")] = None,
     micro_rows: Annotated[int | None, typer.Option(help="Rows of one forward and backward pass.")] = None,
     recompute: Annotated[str, typer.Option(help="Activations recomputed: none, dendritic or all.")] = "none",
-    warmup_tokens: Annotated[str | None, typer.Option(help="Tokens of warm-up (default: 2 % of the schedule).")] = None,
+    warmup_tokens: Annotated[
+        str | None, typer.Option(help="Tokens of warm-up, 0 for none (default: 2 % of the schedule).")
+    ] = None,
     decay_tokens: Annotated[
         str | None, typer.Option(help="Tokens of decay at the schedule's end (default: the rate stays).")
     ] = None,
-    decay_shape: Annotated[str, typer.Option(help="linear, cosine or sqrt.")] = "linear",
-    final_lr: Annotated[float, typer.Option(help="Learning rate at the decay's end.")] = 0.0,
+    decay_shape: Annotated[str | None, typer.Option(help="linear (default), cosine or sqrt.")] = None,
+    final_lr: Annotated[float | None, typer.Option(help="Learning rate at the decay's end (default: 0).")] = None,
     ema_horizon_tokens: Annotated[
         str | None, typer.Option(help="Average the weights over so many tokens, beginning as far in (default: do not).")
     ] = None,
@@ -81,12 +83,12 @@ def new(
         row_tokens=row_tokens,
         micro_rows=micro_rows,
         recompute=recompute,
-        warmup_tokens=parse_token_option(warmup_tokens, "--warmup-tokens"),
+        warmup_tokens=parse_token_option(warmup_tokens, "--warmup-tokens", may_be_zero=True),
         decay_tokens=parse_token_option(decay_tokens, "--decay-tokens"),
         decay_shape=decay_shape,
         final_lr=final_lr,
         ema_horizon_tokens=parse_token_option(ema_horizon_tokens, "--ema-horizon-tokens"),
-        ema_from_tokens=0 if ema_from_tokens == "0" else parse_token_option(ema_from_tokens, "--ema-from-tokens"),
+        ema_from_tokens=parse_token_option(ema_from_tokens, "--ema-from-tokens", may_be_zero=True),
         optimizer={
             "clip_norm": clip_norm,
             "weight_decay": weight_decay,

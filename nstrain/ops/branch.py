@@ -25,6 +25,7 @@ from nstrain.base.errors import Refusal
 from nstrain.data.branch import fork_line, forked_recipe, planned_fork
 from nstrain.data.line import DataLine
 from nstrain.data.order import refuse_row_length
+from nstrain.data.schedule import Piece
 from nstrain.data.val import ValidationRows, collect_held_out, held_out_digest
 from nstrain.line.branches import add_branch, new_branch, read_branches
 from nstrain.line.checkpoint import read_latest, read_state
@@ -96,9 +97,9 @@ def make_branch(
     row_tokens = options.long_row_tokens or _longest_row(parent, trunk.unit_tokens)
     unit_tokens = _unit(trunk, [row_tokens] if any(stage.kind == "long" for stage in asked) else [])
     made_data = not (work / "line.json").exists()
-    data = _planned(trunk, work, at_cycle, asked, recipe, unit_tokens, made_data)
+    data, made_for = _planned(trunk, work, at_cycle, asked, recipe, unit_tokens, made_data)
     _refuse_other_fork(data, trunk, at_cycle, state)
-    stages = place_stages(asked, data, parent, at_cycle, options, row_tokens)
+    stages = place_stages(asked, data, parent, at_cycle, options, row_tokens, made_for)
     settings = _settings(run, paths, parent, state, at_cycle, stages, options, work)
     _refuse_unfit(settings, data, row_tokens, stages)
     if made_data:
@@ -159,18 +160,19 @@ def _planned(
     recipe: dict[str, int] | None,
     unit_tokens: int,
     is_new: bool,
-) -> DataLine:
-    """The branch's data line as it is on disk or, in memory alone, as it will be."""
+) -> tuple[DataLine, tuple[tuple[Piece, ...], ...] | None]:
+    """The branch's data line as it is on disk or, in memory alone, as it will be, with the pieces of each stage."""
     if not is_new:
         if recipe is not None:
             raise Refusal(f"{work}: is a data line already, with a recipe of its own; leave the shares out")
-        return DataLine.open(work)
+        return DataLine.open(work), None
     if work.exists() and (not work.is_dir() or any(work.iterdir())):
         raise Refusal(f"{work}: exists already and is no data line; name a new directory, or remove this one first")
     shares = forked_recipe(trunk, at_cycle, recipe)
     longest_cycle = max(piece.cycle_tokens for piece in trunk.settings.schedule)
-    pieces = stage_cycles(asked, shares, longest_cycle, unit_tokens)
-    return planned_fork(work, trunk, at_cycle, pieces, unit_tokens)
+    made_for = stage_cycles(asked, shares, longest_cycle, unit_tokens)
+    pieces = tuple(piece for of_stage in made_for for piece in of_stage)
+    return planned_fork(work, trunk, at_cycle, pieces, unit_tokens), made_for
 
 
 def _refuse_other_fork(data: DataLine, trunk: DataLine, at_cycle: int, state: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from nstrain.base.errors import Refusal
 from nstrain.base.units import parse_tokens
 from nstrain.data.line import DataLine
+from nstrain.data.order import reduced_shares
 from nstrain.data.schedule import Piece, make_piece
 from nstrain.settings.model import dump
 from nstrain.settings.run import RunSettings
@@ -80,25 +81,44 @@ def parse_plan(text: str) -> tuple[AskedStage, ...]:
 
 def stage_cycles(
     stages: Sequence[AskedStage], recipe: dict[str, int], longest_cycle_tokens: int, unit_tokens: int
-) -> tuple[Piece, ...]:
-    """A data line's schedule with a piece a stage: as few equal cycles as are no longer than the trunk's.
+) -> tuple[tuple[Piece, ...], ...]:
+    """A data line's pieces for each stage: its tokens rounded to whole segments, however many cycles it takes, in as
+    few cycles as are no longer than the trunk's. A stage's cycles differ by one segment at most, the longer ones first.
 
     Raises `Refusal` for a stage that is shorter than the recipe's period.
     """
-    pieces = []
+    of_stages = []
     for stage in stages:
-        cycles = -(-stage.tokens // longest_cycle_tokens)
+        fewest = -(-stage.tokens // longest_cycle_tokens)
         try:
-            pieces.append(make_piece(recipe, -(-stage.tokens // cycles), unit_tokens, cycles))
+            about = make_piece(recipe, -(-stage.tokens // fewest), unit_tokens, 1)
         except Refusal as error:
             raise Refusal(f"--plan: {stage.kind}:{stage.tokens}: {error}") from None
-    return tuple(pieces)
+        segment_tokens = about.segment_units * sum(reduced_shares(tuple(recipe.values()))) * unit_tokens
+        segments = max(1, (2 * stage.tokens + segment_tokens) // (2 * segment_tokens))
+        cycles = -(-segments // max(1, longest_cycle_tokens // segment_tokens))
+        each, longer = divmod(segments, cycles)
+        of_stages.append(
+            tuple(
+                make_piece(recipe, size * segment_tokens, unit_tokens, count, about.segment_units)
+                for count, size in ((longer, each + 1), (cycles - longer, each))
+                if count
+            )
+        )
+    return tuple(of_stages)
 
 
 def place_stages(
-    asked: Sequence[AskedStage], data: DataLine, parent: RunSettings, at_cycle: int, options: StageOptions, longest: int
+    asked: Sequence[AskedStage],
+    data: DataLine,
+    parent: RunSettings,
+    at_cycle: int,
+    options: StageOptions,
+    longest: int,
+    made_for: Sequence[Sequence[Piece]] | None = None,
 ) -> tuple[Stage, ...]:
-    """The stages in the cycles of the branch's data line: each ends with the cycle whose end is nearest.
+    """The stages in the cycles of the branch's data line: those that were `made_for` each (`stage_cycles`), or in a
+    line that was there before up to the cycle whose end is nearest.
 
     `longest` is the length of long rows unless `options` say another. Raises `Refusal` if the line does not end with
     the plan, or has no cycle for a stage.
@@ -113,9 +133,12 @@ def place_stages(
     rate = learning_rate(parent.learning_rate, fork.tokens)
     stages: list[Stage] = []
     done_asked = done_cycles = done = 0
-    for stage in asked:
+    for index, stage in enumerate(asked):
         done_asked += stage.tokens
-        last = min(range(len(ends)), key=lambda index: (abs(ends[index] - done_asked), index)) + 1
+        if made_for is not None:
+            last = done_cycles + sum(piece.cycles or 0 for piece in made_for[index])
+        else:
+            last = _nearest(ends, done_asked) + 1
         if last <= done_cycles:
             raise Refusal(
                 f"{data.work}: no cycle ends near the {stage.kind} stage's; its cycles end at {_list(ends)} tokens"
@@ -150,8 +173,15 @@ def place_stages(
     return tuple(stages)
 
 
+def _nearest(ends: Sequence[int], tokens: int) -> int:
+    """Index of the end that is nearest; of two equally near, the earlier."""
+    return min(range(len(ends)), key=lambda index: (abs(ends[index] - tokens), index))
+
+
 def _list(numbers: Sequence[int]) -> str:
-    return ", ".join(f"{number:,}" for number in numbers)
+    """The numbers, of many the first and the last ones."""
+    texts = [f"{number:,}" for number in numbers]
+    return ", ".join(texts if len(texts) <= 12 else [*texts[:4], "...", *texts[-4:]])
 
 
 def branch_settings(

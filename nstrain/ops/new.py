@@ -68,8 +68,8 @@ def new_line(
     recompute: str = "none",
     warmup_tokens: int | None = None,
     decay_tokens: int | None = None,
-    decay_shape: str = "linear",
-    final_lr: float = 0.0,
+    decay_shape: str | None = None,
+    final_lr: float | None = None,
     ema_horizon_tokens: int | None = None,
     ema_from_tokens: int | None = None,
     optimizer: Mapping[str, Any] | None = None,
@@ -229,9 +229,17 @@ def _average(horizon_tokens: int | None, from_tokens: int | None) -> dict[str, i
     return {"horizon_tokens": horizon_tokens, "from_tokens": horizon_tokens if from_tokens is None else from_tokens}
 
 
-def _decay(line: DataLine, tokens: int | None, shape: str, peak: float, final: float) -> dict[str, Any] | None:
+def _decay(
+    line: DataLine, tokens: int | None, shape: str | None, peak: float, final: float | None
+) -> dict[str, Any] | None:
     if tokens is None:
+        if shape is not None or final is not None:
+            raise Refusal(
+                "the rate's way down has no length: say over how many tokens (decay_tokens), or leave its shape "
+                "and its end out"
+            )
         return None
+    shape, final = shape or "linear", final or 0.0
     if line.total_tokens is None:
         raise Refusal(
             "the learning rate cannot fall towards the end of an open-ended schedule; leave the decay out, or make the "

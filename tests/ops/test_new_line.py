@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from small_lines import CYCLE_TOKENS, CYCLES, ROW_TOKENS, UNIT_TOKENS, UPDATE_TOKENS, make_data_line
+from typer.testing import CliRunner
 
 from nstrain.base.errors import NstrainError, Refusal
+from nstrain.cli.main import app
 from nstrain.data.consumers import read_consumers
 from nstrain.data.line import DataLine
 from nstrain.line.paths import LinePaths
@@ -142,6 +144,9 @@ def test_default_batch_leaves_updates_enough() -> None:
         ({"peak_lr": float("nan")}, "must be greater than 0, found nan"),
         ({"peak_lr": float("inf")}, r"'learning_rate.0.end': input should be a finite number"),
         ({"decay_tokens": CYCLE_TOKENS, "final_lr": 0.1}, "the rate cannot fall from 0.001 to 0.1"),
+        ({"final_lr": 0.0}, "the rate's way down has no length"),
+        ({"decay_shape": "cosine"}, "the rate's way down has no length"),
+        ({"decay_tokens": 0}, "a decay of 0 tokens does not fit"),
         ({"ema_from_tokens": 5}, "say over how many tokens the weights are averaged"),
         ({"ema_horizon_tokens": -1}, "'ema.horizon_tokens': input should be greater than 0"),
         ({"micro_rows": 0}, r"micro_rows"),
@@ -162,6 +167,29 @@ def test_refused_before_anything_is_written(
         make(tmp_path / "run", data, **options)
     assert tree(tmp_path) == []
     assert tree(data.work) == before
+
+
+def test_a_zero_that_is_typed_is_no_default(tmp_path: Path, data: DataLine) -> None:
+    """`--warmup-tokens 0` is none; where nothing can be 0 it is refused, as any other number that cannot be."""
+
+    def typed(name: str, *options: str) -> tuple[int, str]:
+        command = ["new", str(tmp_path / name), "--model", "tiny-32k", "--data", str(data.work), "--peak-lr", "1e-3"]
+        ran = CliRunner().invoke(app, [*command, *options])
+        return ran.exit_code, str(ran.exception)
+
+    assert typed("none", "--warmup-tokens", "0")[0] == 0
+    (piece,) = load_run(tmp_path / "none" / "run.json").learning_rate
+    assert (piece.from_tokens, piece.shape, piece.start) == (0, "constant", 1e-3)
+    averaged = ("--ema-horizon-tokens", "1e3", "--ema-from-tokens", "0")
+    assert typed("averaged", *averaged)[0] == 0
+    average = load_run(tmp_path / "averaged" / "run.json").ema
+    assert average is not None
+    assert average.from_tokens == 0
+    for option in ("--tokens-per-update", "--decay-tokens", "--ema-horizon-tokens", "--weight-decay-batch"):
+        code, said = typed("refused", option, "0")
+        assert code != 0
+        assert f"{option}: expected a positive whole number of tokens, found '0'" in said
+    assert not (tmp_path / "refused").exists()
 
 
 def test_rows_longer_than_the_model_reads(tmp_path: Path, data: DataLine, monkeypatch: pytest.MonkeyPatch) -> None:
