@@ -157,13 +157,13 @@ def checkpoint_plans(line: DataLine) -> tuple[CheckpointPlan, ...]:
     for consumer in read_consumers(line.work):
         paths = LinePaths(Path(consumer.run))
         try:
-            keep_last = int(read_json(paths.run_json)["checkpoints"]["keep_last"])
+            settings = read_json(paths.run_json)
+            keep_last, with_average = int(settings["checkpoints"]["keep_last"]), settings.get("ema") is not None
             own = [item for item in list_checkpoints(paths) if not item.set_aside]
             free_bytes = shutil.disk_usage(paths.root).free
         except (NstrainError, OSError, KeyError, TypeError, ValueError):
             continue
         kept_bytes = sum(item.bytes for item in own if item.kept is not False)
-        plans.append(
-            CheckpointPlan(consumer.run, kept_bytes, forecast_of(own, keep_last, line.cycle_count, 0, free_bytes))
-        )
+        outlook = forecast_of(own, keep_last, line.cycle_count, 0, free_bytes, with_average=with_average)
+        plans.append(CheckpointPlan(consumer.run, kept_bytes, outlook))
     return tuple(plans)

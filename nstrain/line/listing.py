@@ -22,6 +22,8 @@ class ListedCheckpoint:
     update: int
     bytes: int
     """What its files take."""
+    bytes_with_average: int
+    """What they would take with the weights' moving average among them, which is so once that has begun."""
     latest: bool
     """Whether the line goes on from it."""
     set_aside: bool
@@ -66,14 +68,17 @@ def _listed(directory: Path, set_aside: bool, latest: str | None) -> ListedCheck
     if update is None:
         return None
     try:
-        files = [file.stat() for file in directory.iterdir()]
+        files = {file.name: file.stat() for file in directory.iterdir()}
     except OSError:
         return None
     state = _state(directory)
+    size = sum(file.st_size for file in files.values())
+    has_average = "ema.safetensors" in files or "weights.safetensors" not in files
     return ListedCheckpoint(
         name=directory.name,
         update=update,
-        bytes=sum(file.st_size for file in files),
+        bytes=size,
+        bytes_with_average=size if has_average else size + files["weights.safetensors"].st_size,
         latest=not set_aside and directory.name == latest,
         set_aside=set_aside,
         kept=state.get("kept"),
@@ -81,7 +86,7 @@ def _listed(directory: Path, set_aside: bool, latest: str | None) -> ListedCheck
         tokens=state.get("tokens"),
         cycle=_cycle(state, "cycle"),
         after_cycle=_cycle(state, "previous", "cycle"),
-        written_at=max((file.st_mtime for file in files), default=0.0),
+        written_at=max((file.st_mtime for file in files.values()), default=0.0),
     )
 
 
@@ -168,16 +173,26 @@ def disk_forecast(
 
 
 def forecast_of(
-    checkpoints: list[ListedCheckpoint], keep_last: int, cycle_count: int | None, checkpoint_bytes: int, free_bytes: int
+    checkpoints: list[ListedCheckpoint],
+    keep_last: int,
+    cycle_count: int | None,
+    checkpoint_bytes: int,
+    free_bytes: int,
+    *,
+    with_average: bool,
 ) -> DiskForecast:
     """`disk_forecast` of a line's checkpoints, as `list_checkpoints` gives them.
 
     `cycle_count` is the schedule's (None: open-ended); `checkpoint_bytes` counts while the line has none of its own.
+    `with_average` says whether its settings ask for an average of the weights: those to come will hold it, if these
+    do not yet.
     """
     own = [item for item in checkpoints if not item.set_aside]
     done = next((item.cycle - 1 for item in own if item.latest and item.cycle), 0)
     return disk_forecast(
-        checkpoint_bytes=max((item.bytes for item in own), default=checkpoint_bytes),
+        checkpoint_bytes=max(
+            (item.bytes_with_average if with_average else item.bytes for item in own), default=checkpoint_bytes
+        ),
         kept=sum(1 for item in own if item.kept is not False),
         rolling=sum(1 for item in own if item.kept is False),
         keep_last=keep_last,

@@ -37,9 +37,10 @@ def room_for_checkpoints(run: Path, cycle_count: int | None) -> RoomNeeded | Non
     """
     paths = LinePaths(run)
     try:
-        keep_last = int(read_json(paths.run_json)["checkpoints"]["keep_last"])
+        settings = read_json(paths.run_json)
+        keep_last, with_average = int(settings["checkpoints"]["keep_last"]), settings.get("ema") is not None
         own = [item for item in list_checkpoints(paths) if not item.set_aside]
-        forecast = forecast_of(own, keep_last, cycle_count, 0, 0)
+        forecast = forecast_of(own, keep_last, cycle_count, 0, 0, with_average=with_average)
         if forecast.kept_to_come == 0 or not own:
             return None
         in_motion = _in_motion_bytes(paths, own, keep_last)

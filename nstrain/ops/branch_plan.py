@@ -88,13 +88,16 @@ def stage_cycles(
     Raises `Refusal` for a stage that is shorter than the recipe's period.
     """
     of_stages = []
+    period_tokens = sum(reduced_shares(tuple(recipe.values()))) * unit_tokens
     for stage in stages:
         fewest = -(-stage.tokens // longest_cycle_tokens)
-        try:
-            about = make_piece(recipe, -(-stage.tokens // fewest), unit_tokens, 1)
+        try:  # with long rows a period may be longer than the trunk's cycles
+            about = make_piece(
+                recipe, max(-(-stage.tokens // fewest), min(stage.tokens, period_tokens)), unit_tokens, 1
+            )
         except Refusal as error:
             raise Refusal(f"--plan: {stage.kind}:{stage.tokens}: {error}") from None
-        segment_tokens = about.segment_units * sum(reduced_shares(tuple(recipe.values()))) * unit_tokens
+        segment_tokens = about.segment_units * period_tokens
         segments = max(1, (2 * stage.tokens + segment_tokens) // (2 * segment_tokens))
         cycles = -(-segments // max(1, longest_cycle_tokens // segment_tokens))
         each, longer = divmod(segments, cycles)

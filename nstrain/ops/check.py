@@ -421,7 +421,10 @@ def _refuse_small_disk(paths: LinePaths, settings: RunSettings, line: DataLine, 
     usage = shutil.disk_usage(paths.root)
     one = _states(settings) * 4 * parameters
     checkpoints = list_checkpoints(paths)
-    forecast = forecast_of(checkpoints, settings.checkpoints.keep_last, line.cycle_count, one, usage.free)
+    with_average = settings.ema is not None
+    forecast = forecast_of(
+        checkpoints, settings.checkpoints.keep_last, line.cycle_count, one, usage.free, with_average=with_average
+    )
     done = next((item.cycle - 1 for item in checkpoints if item.latest and item.cycle), 0)
     left = settings.data.ahead_cycles + 2 if line.cycle_count is None else line.cycle_count - done
     cycles = range(done + 1, done + 1 + min(settings.data.ahead_cycles + 2, left))

@@ -45,7 +45,9 @@ def forecast(run: Path) -> DiskForecast:
     settings = load_settings(paths)
     schedule = DataLine.open(Path(settings.data.work)).cycle_count
     free_bytes = shutil.disk_usage(paths.root).free
-    return forecast_of(list_checkpoints(paths), settings.checkpoints.keep_last, schedule, 0, free_bytes)
+    with_average = settings.ema is not None
+    keep_last = settings.checkpoints.keep_last
+    return forecast_of(list_checkpoints(paths), keep_last, schedule, 0, free_bytes, with_average=with_average)
 
 
 def remove(run: Path, updates: Iterable[int], forks: bool = False) -> Removed:

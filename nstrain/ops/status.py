@@ -262,6 +262,8 @@ class _Settings:
     validate_every: int
     """Updates between validations."""
     keep_last: int
+    with_average: bool
+    """Whether the weights are averaged, now or later on."""
     loss_jump: float
     branch_of: str | None
 
@@ -276,6 +278,7 @@ def _read_settings(run: Path, paths: LinePaths) -> _Settings:
             preset=str(settings["model"]["preset"]),
             validate_every=int(settings["validation"]["every_updates"]),
             keep_last=int(settings["checkpoints"]["keep_last"]),
+            with_average=settings.get("ema") is not None,
             loss_jump=float(settings.get("guards", {}).get("loss_jump", DEFAULT_LOSS_JUMP)),
             branch_of=(settings.get("branch") or {}).get("from"),
         )
@@ -435,6 +438,9 @@ def _disk_use(
 
     free_bytes = shutil.disk_usage(paths.root).free
     own = [item for item in checkpoints if not item.set_aside]
+    forecast = forecast_of(
+        checkpoints, settings.keep_last, cycle_count, 0, free_bytes, with_average=settings.with_average
+    )
     room = room_for_checkpoints(paths.root, cycle_count) if _one_disk(paths.root, settings.work) else None
     return DiskUse(
         kept_bytes=sum(item.bytes for item in own if item.kept is not False),
@@ -448,7 +454,7 @@ def _disk_use(
         downloads_bytes=bytes_below(settings.work / "downloads"),
         free_bytes=free_bytes,
         reserved_bytes=0 if room is None else room.soon_bytes,
-        end_bytes=forecast_of(checkpoints, settings.keep_last, cycle_count, 0, free_bytes).end_bytes if own else None,
+        end_bytes=forecast.end_bytes if own else None,
     )
 
 

@@ -111,14 +111,16 @@ def make_checkpoint(
     return Checkpoint(state, tensors)
 
 
-def restore(engine: Engine, checkpoint: Checkpoint, where: str) -> None:
+def restore(engine: Engine, checkpoint: Checkpoint, where: str, average_from_tokens: int | None = None) -> None:
     """Put a checkpoint's tensors and counters into the engine. Raises `Refusal` before anything is changed.
 
-    The kernels go on with the launch configurations that the line was trained with. An average of the weights that the
-    line does not keep any more (`ema` of run.json, changed on purpose) is left out; one that it keeps now begins anew.
+    The kernels go on with the launch configurations that the line was trained with. An average of the weights is left
+    out if the line does not keep one any more, or begins it after this checkpoint (`average_from_tokens`: `ema` of
+    run.json, changed on purpose); it then begins anew, as one does that it did not keep before.
     """
     kinds: tuple[TensorKind, ...] = TENSOR_KINDS
-    if engine.flat.has_ema and "ema" in checkpoint.tensors:
+    begins_later = average_from_tokens is not None and checkpoint.state["tokens"] < average_from_tokens
+    if engine.flat.has_ema and "ema" in checkpoint.tensors and not begins_later:
         kinds = (*kinds, "ema")
     for kind in kinds:
         engine.flat.refuse_other_shapes(kind, checkpoint.tensors[kind], where)

@@ -168,6 +168,6 @@ def _make_trainer(
     engine = make_engine(model, settings)
     print(f"{engine.flat.elements:,} parameters on {settings.device}, {settings.threads} threads", flush=True)
     if checkpoint is not None and newest is not None:
-        restore(engine, checkpoint, str(newest))
+        restore(engine, checkpoint, str(newest), None if settings.ema is None else settings.ema.from_tokens)
         print(f"going on from {newest.name}: cycle {state.position.cycle}, row {state.position.row}", flush=True)
     return Trainer(paths, settings, data, engine, journal, stop, state, gpu), newest

@@ -44,6 +44,12 @@ def test_a_list_in_order_of_the_updates(paths: LinePaths, make_checkpoint: Any) 
     assert [item.tokens for item in listed] == [0, 9 * 512, 10 * 512, 100 * 512]
     files = os.listdir(paths.checkpoint(10))
     assert listed[2].bytes == sum((paths.checkpoint(10) / name).stat().st_size for name in files)
+    weights = (paths.checkpoint(10) / "weights.safetensors").stat().st_size
+    assert listed[2].bytes_with_average == listed[2].bytes + weights
+    (paths.checkpoint(10) / "ema.safetensors").write_bytes(bytes(weights))
+    (again,) = (item for item in list_checkpoints(paths) if item.update == 10)
+    assert again.bytes == again.bytes_with_average == listed[2].bytes_with_average
+    (paths.checkpoint(10) / "ema.safetensors").unlink()
     set_aside_later(paths, 10)
     later = list_checkpoints(paths)
     assert [(item.name, item.set_aside, item.latest) for item in later[-2:]] == [
@@ -128,7 +134,8 @@ def test_cycles_that_fit() -> None:
 
 def listed(update: int, **fields: Any) -> ListedCheckpoint:
     values: dict[str, Any] = {
-        "name": f"u{update:08d}", "update": update, "bytes": 100, "latest": False, "set_aside": False, "kept": False,
+        "name": f"u{update:08d}", "update": update, "bytes": 100, "bytes_with_average": 140,
+        "latest": False, "set_aside": False, "kept": False,
         "reason": "rolling", "tokens": 0, "cycle": 1, "after_cycle": None, "written_at": 0.0,
     }  # fmt: skip
     return ListedCheckpoint(**{**values, **fields})
@@ -139,14 +146,20 @@ def test_forecast_of_a_line() -> None:
         listed(0, kept=True, reason="start"),
         listed(10, kept=True, cycle=2, after_cycle=1, reason="cycle_end"),
         listed(25, cycle=3),
-        listed(30, cycle=3, latest=True, bytes=110),
+        listed(30, cycle=3, latest=True, bytes=110, bytes_with_average=150),
         listed(40, cycle=4, set_aside=True, bytes=999),
     ]
     # The end of cycle 2 was thinned: where the line stands is what `latest` says.
-    found = forecast_of(checkpoints, keep_last=2, cycle_count=5, checkpoint_bytes=7, free_bytes=1000)
+    found = forecast_of(
+        checkpoints, keep_last=2, cycle_count=5, checkpoint_bytes=7, free_bytes=1000, with_average=False
+    )
     assert found == DiskForecast(
         checkpoint_bytes=110, kept=2, rolling=2, kept_to_come=3, next_bytes=110, end_bytes=330, free_bytes=1000,
         cycles_that_fit=9,
     )  # fmt: skip
-    new = forecast_of([], keep_last=2, cycle_count=5, checkpoint_bytes=7, free_bytes=1000)
+    later = forecast_of(checkpoints, keep_last=2, cycle_count=5, checkpoint_bytes=7, free_bytes=1000, with_average=True)
+    assert (later.checkpoint_bytes, later.next_bytes, later.end_bytes) == (150, 150, 450), (
+        "an average that has not begun"
+    )
+    new = forecast_of([], keep_last=2, cycle_count=5, checkpoint_bytes=7, free_bytes=1000, with_average=True)
     assert (new.checkpoint_bytes, new.kept_to_come, new.end_bytes) == (7, 6, 7 * 8)

@@ -16,15 +16,14 @@ UNIT_TOKENS = 32
 
 @given(
     shares=st.lists(st.integers(1, 6), min_size=1, max_size=3),
-    longest_periods=st.integers(1, 200),
+    longest=st.integers(UNIT_TOKENS, 200 * 18 * UNIT_TOKENS),
     stages=st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 95)), min_size=1, max_size=2),
 )
 def test_a_stage_is_the_nearest_whole_segments_in_the_fewest_cycles(
-    shares: list[int], longest_periods: int, stages: list[tuple[int, int]]
+    shares: list[int], longest: int, stages: list[tuple[int, int]]
 ) -> None:
     recipe = {f"s{index}": share for index, share in enumerate(shares)}
     period = sum(reduced_shares(tuple(shares))) * UNIT_TOKENS
-    longest = longest_periods * period
     asked = [AskedStage("decay", periods * period + min(more, period - 1)) for periods, more in stages]
     of_stages = stage_cycles(asked, recipe, longest, UNIT_TOKENS)
     assert len(of_stages) == len(asked)
@@ -46,6 +45,16 @@ def test_many_short_cycles_add_up_to_what_was_asked() -> None:
     assert [(piece.cycles, piece.cycle_tokens) for piece in pieces] == [(3, 9_216), (2, 6_144)]
     (long,) = stage_cycles([AskedStage("long", 10_000_000_000)], {"books": 1, "code": 2}, 9_216, 1_024)
     assert abs(sum((piece.cycles or 0) * piece.cycle_tokens for piece in long) - 10_000_000_000) <= 3_072 // 2
+
+
+def test_a_period_may_be_longer_than_the_trunks_cycles() -> None:
+    """Long rows have a larger unit: three of 4,096 beside cycles of 9,216."""
+    asked = [AskedStage("decay", 12_288), AskedStage("long", 24_000)]
+    of_stages = stage_cycles(asked, {"books": 1, "code": 2}, 9_216, 4_096)
+    assert [[(piece.cycles, piece.cycle_tokens) for piece in pieces] for pieces in of_stages] == [
+        [(1, 12_288)],
+        [(2, 12_288)],
+    ]
 
 
 def test_a_stage_shorter_than_the_period_is_refused() -> None:

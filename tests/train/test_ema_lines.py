@@ -87,6 +87,20 @@ def test_it_is_validated_once_it_has_begun_and_changes_nothing(
     assert sum("ema/val_32/mix" in row for row in ours) >= 3
 
 
+def test_one_that_is_to_begin_later_on_purpose_begins_anew(data: DataLine, tmp_path: Path) -> None:
+    """Until then it is in no checkpoint and in no row; then it is a copy, and not the old one going on."""
+    line = make_run(tmp_path / "run", data, ema=EMA)
+    assert run_here(line, stop_after=BEGINS + 2) == ExitCode.STOPPED
+    later = BEGINS + 5
+    change_run(line, ema={**EMA, "from_tokens": rows_of(line)[1]["tokens"] * later}, allow_changes=["ema"])
+    assert run_here(line, stop_after=later - 1) == ExitCode.STOPPED
+    assert "ema" not in kinds(line, later - 1)
+    assert not [name for row in rows_of(line)[BEGINS + 3 :] for name in row if name.startswith("ema/")]
+    assert run_here(line, stop_after=later) == ExitCode.STOPPED
+    found = tensors_of(line, later)
+    assert all(found["ema", name] == bits for (kind, name), bits in found.items() if kind == "weights")
+
+
 def test_a_line_that_does_not_keep_it_any_more_says_so(data: DataLine, tmp_path: Path) -> None:
     line = make_run(tmp_path / "run", data, ema=EMA)
     assert run_here(line, stop_after=10) == ExitCode.STOPPED
