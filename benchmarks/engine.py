@@ -92,7 +92,8 @@ def child(plan: dict[str, Any]) -> None:
 
     enter_host()  # before torch is imported
     from nstrain.bench import BenchPlan, bench
-    from nstrain.gpu.borrowed import borrowed_gpu, gpu_on
+    from nstrain.gpu.borrowed import borrowed_gpu
+    from nstrain.gpu.readings import gpu_on
 
     with borrowed_gpu(gpu_on(plan["device"])) as gpu:
         result = bench(BenchPlan(**plan), gpu is not None, lambda said: print(said, flush=True), gpu)

@@ -32,7 +32,8 @@ sys.path[:0] = [str(HERE.parent), str(HERE / "models")]
 from baselines import ModelConfig, load_preset  # noqa: E402
 
 from neuronspark.kernels.cross_entropy import linear_cross_entropy  # noqa: E402
-from nstrain.gpu.borrowed import borrowed_gpu, gpu_on  # noqa: E402
+from nstrain.gpu.borrowed import borrowed_gpu  # noqa: E402
+from nstrain.gpu.readings import gpu_on  # noqa: E402
 
 Body = Callable[[Tensor], Tensor]
 WARM_UP_UPDATES = 2

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from neuronspark.kernels.exponential import exp_or_zero_
-from neuronspark.kernels.pool_read import QUERY_BLOCK_TOKENS, block_logits
+from neuronspark.kernels.pool_read import QUERY_BLOCK_TOKENS, block_logits, clock_of
 from neuronspark.probe_rows import PartReadings, ProbedRows
 
 WEIGHTS = 1 << 23
@@ -66,7 +66,7 @@ def weights_in_blocks(
     for row in range(rows):
         for head in range(0, heads, together):
             some = slice(head, min(head + together, heads))
-            clock_zL = clock_step_BhL[row, some].cumsum(1)
+            clock_zL = clock_of(clock_step_BhL[row, some])
             for first in range(first_query, tokens, QUERY_BLOCK_TOKENS):
                 end = min(first + QUERY_BLOCK_TOKENS, tokens)
                 weights_zqe = block_logits(

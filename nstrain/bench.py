@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from nstrain.base.errors import Refusal
-from nstrain.gpu.borrowed import refuse_other_gpu
-from nstrain.gpu.lease import this_gpu
+from nstrain.gpu.lease import refuse_other_gpu, this_gpu
 from nstrain.gpu.readings import Gpu
 from nstrain.settings.model import validate
 from nstrain.settings.run import LengthSettings, ModelSettings, OptimizerSettings
@@ -150,7 +149,7 @@ def bench(
         tokens_per_s=tokens / update_s,
         model_tflop_s=cost.flops_per_token * tokens / update_s / 1e12,
         six_n_tflop_s=6 * cost.parameters * tokens / update_s / 1e12,
-        peak_gib=_peak_gib(engine) if plan.device == "cuda" else None,
+        peak_gib=_peak_gib() if plan.device == "cuda" else None,
         copy_tb_s=ceilings.copy_tb_s if ceilings else None,
         bf16_tflop_s=ceilings.bf16_tflop_s if ceilings else None,
         losses=losses,
@@ -183,7 +182,7 @@ def _rows(plan: BenchPlan, vocabulary: int, number: int) -> TokenRows:
     return np.random.default_rng(number).integers(0, vocabulary, shape, dtype=np.int64)
 
 
-def _peak_gib(engine: EagerEngine) -> float:
+def _peak_gib() -> float:
     """Most memory in use. A graph's intermediates are counted when it is captured, which is the first update."""
     return torch.cuda.max_memory_allocated() / 2**30
 

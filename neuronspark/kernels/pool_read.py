@@ -5,7 +5,8 @@
 
 Q and K are the head's addresses: queries and keys with the induction match appended (see `hippocampal.py`). T_t is the
 same for every s and leaves the softmax; the bias of a key is taken relative to the block's first query, T_s - T_ref,
-and so is the stored log-sum-exp, which keeps both small whatever the clock has reached.
+and so is the stored log-sum-exp, which keeps both small whatever the clock has reached. T itself is summed in fp64 and
+only the difference rounded: an fp32 sum that has reached 10^6 moves in steps of 0.06.
 
 The backward recomputes each block from the log-sum-exp. T_s is in the logits of column s and, negated, in those of
 row s, so its gradient is (column sum - row sum) of the same fp32 dS; rows sum to zero on paper only, and dropping them
@@ -35,11 +36,20 @@ def _blocks(tokens: int) -> list[tuple[int, int]]:
     return [(first, min(first + QUERY_BLOCK_TOKENS, tokens)) for first in range(0, tokens, QUERY_BLOCK_TOKENS)]
 
 
+def clock_of(step_ZL: Tensor) -> Tensor:
+    """T, the sums of the clock steps from the row's start, in fp64."""
+    return step_ZL.cumsum(1, dtype=torch.float64)
+
+
 def block_logits(
     query_ZLa: Tensor, key_ZLa: Tensor, clock_ZL: Tensor, log_write_ZL: Tensor, first: int, end: int
 ) -> Tensor:
-    """The block's logits without each query's own clock, relative to the block's reference: [Z, q, e]."""
-    bias_Ze = (clock_ZL[:, :end] - clock_ZL[:, first, None]).add_(log_write_ZL[:, :end])
+    """The block's logits without each query's own clock, relative to the block's reference: [Z, q, e].
+
+    The clock T is in fp64 (`clock_of`); the logits are in the dtype of log_write.
+    """
+    since_reference_Ze = (clock_ZL[:, :end] - clock_ZL[:, first, None]).to(log_write_ZL.dtype)
+    bias_Ze = since_reference_Ze.add_(log_write_ZL[:, :end])
     logits = torch.baddbmm(
         bias_Ze[:, None],
         at_least_fp32(query_ZLa[:, first:end]),
@@ -56,9 +66,9 @@ class _PoolRead(torch.autograd.Function):
         ctx: Any, query_ZLa: Tensor, key_ZLa: Tensor, value_ZLd: Tensor, step_ZL: Tensor, log_write_ZL: Tensor
     ) -> Tensor:
         tokens = query_ZLa.shape[1]
-        clock_ZL = step_ZL.cumsum(1)
+        clock_ZL = clock_of(step_ZL)
         read_ZLd = torch.empty_like(value_ZLd)
-        lse_ZL = torch.empty_like(step_ZL)
+        lse_ZL = torch.empty_like(log_write_ZL)
         for first, end in _blocks(tokens):
             p_Zqe = block_logits(query_ZLa, key_ZLa, clock_ZL, log_write_ZL, first, end)
             highest = p_Zqe.amax(2, keepdim=True)
@@ -73,10 +83,10 @@ class _PoolRead(torch.autograd.Function):
     def backward(ctx: Any, dread_ZLd: Tensor) -> tuple[Tensor, ...]:
         query_ZLa, key_ZLa, value_ZLd, clock_ZL, log_write_ZL, read_ZLd, lse_ZL = ctx.saved_tensors
         dquery_ZLa = torch.empty_like(query_ZLa)
-        dkey_ZLa = torch.zeros_like(key_ZLa, dtype=clock_ZL.dtype)
-        dvalue_ZLd = torch.zeros_like(value_ZLd, dtype=clock_ZL.dtype)
-        column_ZL = torch.zeros_like(clock_ZL)
-        row_ZL = torch.empty_like(clock_ZL)
+        dkey_ZLa = torch.zeros_like(key_ZLa, dtype=log_write_ZL.dtype)
+        dvalue_ZLd = torch.zeros_like(value_ZLd, dtype=log_write_ZL.dtype)
+        column_ZL = torch.zeros_like(log_write_ZL)
+        row_ZL = torch.empty_like(log_write_ZL)
         inner_ZL1 = (at_least_fp32(dread_ZLd) * read_ZLd).sum(2, keepdim=True)
         for first, end in _blocks(query_ZLa.shape[1]):
             block = slice(first, end)

@@ -1,7 +1,7 @@
 """Units that must never be mixed, and how people write and read them.
 
-A count carries its unit in its type where types are checked (`Tokens`, `Updates`, ...) and in its name elsewhere
-(`cycle_tokens`, `every_updates`, `timeout_s`).
+A count carries its unit in its name (`cycle_tokens`, `every_updates`, `timeout_s`); tokens that were read from an
+option or planned by a schedule carry it in their type as well.
 """
 
 from __future__ import annotations
@@ -12,10 +12,6 @@ from typing import NewType
 from nstrain.base.errors import Refusal
 
 Tokens = NewType("Tokens", int)
-Updates = NewType("Updates", int)
-Rows = NewType("Rows", int)
-Bytes = NewType("Bytes", int)
-Seconds = NewType("Seconds", float)
 
 
 def parse_tokens(text: str | int | float, name: str = "a token count") -> Tokens:

@@ -46,7 +46,8 @@ def bench(
     """Train a preset on random tokens and say how fast it is."""
     from nstrain.bench import BenchPlan, refuse_unfit
     from nstrain.bench import bench as run
-    from nstrain.gpu.borrowed import borrowed_gpu, gpu_on
+    from nstrain.gpu.borrowed import borrowed_gpu
+    from nstrain.gpu.readings import gpu_on
 
     plan = BenchPlan(model, seq_len, rows, accum, ac, updates, device, threads, eager=eager, ema=ema)
     refuse_unfit(plan, profile)

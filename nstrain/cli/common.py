@@ -36,7 +36,7 @@ def resolve(name: str) -> Path:
 
 
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as text, drawn for the width of the terminal (100 columns elsewhere)."""
+    """A table as text, drawn for the width of the terminal (110 columns elsewhere)."""
     from rich.console import Console
     from rich.table import Table
 

@@ -321,7 +321,7 @@ def run_preparer_command(
     work: Work,
     ahead: Annotated[int, typer.Option(min=1, help="Cycles kept ready beyond the furthest consumer's.")] = 1,
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Processes that open files (default: the cores; 0: none beside this one).")
+        int | None, typer.Option(min=0, help="Processes that open files (default: the cores, 8 at most; 0: none).")
     ] = None,
     until: Annotated[
         int | None, typer.Option(min=1, help="Prepare through this cycle, whatever the consumers do, and exit.")

@@ -19,7 +19,10 @@ from nstrain.cli import bench, branches, checkpoints, data, lines, model, schema
 
 app = typer.Typer(
     help="Pre-train NeuronSpark language models on streamed text: exactly resumable, unattended.",
-    epilog="Exit codes: 0 done, 1 failed, 2 bad configuration or input, 3 stopped on request, 4 needs a person.",
+    epilog=(
+        "Exit codes: 0 done, 1 failed, 2 bad configuration or input, 3 stopped on request, 4 needs a person, "
+        "5 the GPU is taken, 6 a trainer that cannot be killed."
+    ),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

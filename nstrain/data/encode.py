@@ -60,6 +60,11 @@ _CONTEXTS = (
 _CANARY_PROSE = "Grüße, 世界! x = 3.14159; // <b> 'don’t'\n\ttab\r\n  two spaces … \U0001f9e0 \U0010abcd\x01 end"
 
 
+def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
+    """How tokens are stored: the smaller of uint16 and uint32 that holds every id, little-endian."""
+    return np.dtype("<u2" if vocabulary_size <= 1 << 16 else "<u4")
+
+
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
     """What the other rooms need to know of a tokenizer."""
@@ -71,8 +76,8 @@ class Vocabulary:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """How tokens are stored: the smallest of uint16 and uint32 that holds every id, little-endian."""
-        return np.dtype("<u2" if self.size <= 1 << 16 else "<u4")
+        """How tokens are stored."""
+        return token_dtype(self.size)
 
 
 _Part = str | int | None

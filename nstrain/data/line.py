@@ -22,7 +22,7 @@ from nstrain.base.commands import typed
 from nstrain.base.disk import sha256_bytes
 from nstrain.base.errors import Refusal
 from nstrain.data.calibration import Calibration, load_calibration
-from nstrain.data.encode import ENCODING_VERSION, Encoder
+from nstrain.data.encode import ENCODING_VERSION, Encoder, token_dtype
 from nstrain.data.opened import OpenedFiles, OpenerPool
 from nstrain.data.order import ORDER_VERSION, derive_key
 from nstrain.data.schedule import CyclePlan, Piece, Schedule
@@ -192,7 +192,7 @@ class DataLine:
     @property
     def token_dtype(self) -> np.dtype[Any]:
         """How tokens are stored in token files."""
-        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+        return token_dtype(self.vocab_size)
 
     @property
     def unit_tokens(self) -> int:

@@ -7,7 +7,6 @@ matters - segment, cycle, update - falls on a row's edge and the shares are exac
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pydantic
 
@@ -162,13 +161,6 @@ class Schedule:
             first_cycle += piece.cycles or 0
             first_token += piece.cycle_tokens * (piece.cycles or 0)
         raise Refusal(f"the schedule has cycles 1 ... {self.cycle_count}; asked for cycle {number}")
-
-    def cycles(self) -> Iterator[CyclePlan]:
-        """Every cycle's plan in order; without an end if the schedule is open-ended."""
-        number = 1
-        while self.cycle_count is None or number <= self.cycle_count:
-            yield self.cycle(number)
-            number += 1
 
     def tokens_of(self, source: str) -> int:
         """Target tokens that the closed part of the schedule takes of a source; of an open piece, one cycle."""

@@ -302,12 +302,15 @@ class FoundFile:
     """By the stratum its documents are of: what the file counts there (see `PinnedFile.text_bytes`)."""
 
 
+def stratum_of_path(strata: DirectoryStrata | FileStrata, path: str) -> str:
+    """The stratum of a file by its path alone, the same for a directory of this machine and for a repository."""
+    return path if isinstance(strata, FileStrata) else "/".join(path.split("/")[:-1][: strata.depth]) or "."
+
+
 def _text_bytes(source: SourceSettings, root: Path, path: str, size: int) -> dict[str, int]:
     """The strata of a local file, and what it counts in each; with strata by column every row is read."""
-    if isinstance(source.stratum, DirectoryStrata):
-        return {"/".join(path.split("/")[:-1][: source.stratum.depth]) or ".": size}
-    if isinstance(source.stratum, FileStrata):
-        return {path: size}
+    if not isinstance(source.stratum, ColumnStrata):
+        return {stratum_of_path(source.stratum, path): size}
     from nstrain.data.readers import NO_STRATUM, read_rows
 
     sizes: dict[str, int] = {}

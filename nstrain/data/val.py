@@ -45,7 +45,6 @@ class _Gathered:
     tokens: list[npt.NDArray[np.int64]] = dataclasses.field(default_factory=list)
     count: int = 0
     documents: int = 0
-    files_read: int = 0
 
 
 def collect_held_out(
@@ -122,7 +121,6 @@ def _gather(
         for file in listing.files[stratum]:
             if into.count >= want:
                 break
-            into.files_read += 1
             supply.fetch([file])
             rows = read_pinned(source, file, listing.strata[stratum])
             held_out = (row.text for row in rows if row.text is not None and source.is_held_out(row.text))

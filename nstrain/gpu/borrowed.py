@@ -10,21 +10,15 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from nstrain.base.errors import GpuTaken, NstrainError, Refusal
-from nstrain.gpu.lease import gpu_lease, lease_key
-from nstrain.gpu.readings import READER_COMMAND, Gpu, GpuSource, describe, read_gpus, visible_gpu
-from nstrain.settings.host import load_host
+from nstrain.base.errors import GpuTaken, NstrainError
+from nstrain.gpu.lease import gpu_lease
+from nstrain.gpu.readings import Gpu, GpuSource, describe, read_gpus, visible_gpu
 
 LEASE_WAIT_S = 5.0
 """How long a GPU's last user may take to go."""
 
 LOOK_S = 0.5
 """How often that is looked at."""
-
-
-def gpu_on(device: str) -> GpuSource | None:
-    """How the GPU of a command is read, with host.json's reader or our own; None for the device "cpu"."""
-    return GpuSource(load_host().gpu_reader or READER_COMMAND) if device == "cuda" else None
 
 
 @contextlib.contextmanager
@@ -51,12 +45,3 @@ def borrowed_gpu(source: GpuSource | None, wait_s: float | None = None) -> Itera
         if gpu.processes:
             raise GpuTaken(f"{describe(gpu, gpu.processes)}: wait until it has gone, or end it")
         yield gpu
-
-
-def refuse_other_gpu(leased: str, used: str) -> None:
-    """Raise `Refusal` unless the GPU that torch uses is the one that was leased."""
-    if lease_key(leased) != lease_key(used):
-        raise Refusal(
-            f"torch uses GPU {used}, but by CUDA_VISIBLE_DEVICES the lease of {leased} was taken: set "
-            "CUDA_DEVICE_ORDER=PCI_BUS_ID, or name the GPU by its UUID in CUDA_VISIBLE_DEVICES"
-        )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nstrain.base.disk import FileLock
 from nstrain.base.errors import GpuTaken, NstrainError, Refusal
-from nstrain.gpu.lease import gpu_lease, lease_key
+from nstrain.gpu.lease import gpu_lease, refuse_other_gpu
 from nstrain.gpu.readings import (
     CONTEXT_BYTES,
     Gpu,
@@ -77,11 +77,7 @@ class HeldGpu:
 
     def confirm(self, uuid: str) -> None:
         """Raise `Refusal` unless the GPU that torch uses is the one that is leased."""
-        if lease_key(uuid) != lease_key(self.uuid):
-            raise Refusal(
-                f"torch uses GPU {uuid}, but by CUDA_VISIBLE_DEVICES the lease of {self.uuid} was taken: set "
-                "CUDA_DEVICE_ORDER=PCI_BUS_ID, or name the GPU by its UUID in CUDA_VISIBLE_DEVICES"
-            )
+        refuse_other_gpu(self.uuid, uuid)
 
     def taken_by(self, update: int) -> str | None:
         """Who else is on the GPU, as of the newest look, after an update; None if nobody. Never waits."""

@@ -15,7 +15,7 @@ import stat
 from pathlib import Path
 
 from nstrain.base.disk import FileLock
-from nstrain.base.errors import NstrainError
+from nstrain.base.errors import NstrainError, Refusal
 
 LEASES = "nstrain-gpu"
 """The directory of the leases, inside the first usable of LEASE_ROOTS."""
@@ -68,3 +68,12 @@ def this_gpu() -> str:
     import torch
 
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def refuse_other_gpu(leased: str, used: str) -> None:
+    """Raise `Refusal` unless the GPU that torch uses is the one that was leased."""
+    if lease_key(leased) != lease_key(used):
+        raise Refusal(
+            f"torch uses GPU {used}, but by CUDA_VISIBLE_DEVICES the lease of {leased} was taken: set "
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID, or name the GPU by its UUID in CUDA_VISIBLE_DEVICES"
+        )

@@ -70,11 +70,14 @@ class GpuSource:
     """The directory of the leases; None: this host's."""
 
 
+def gpu_on(device: str) -> GpuSource | None:
+    """How the GPU is read, with host.json's reader or our own; None for the device "cpu"."""
+    return GpuSource(load_host().gpu_reader or READER_COMMAND) if device == "cuda" else None
+
+
 def gpu_of(settings: RunSettings) -> GpuSource | None:
-    """How the GPU of a line is read, with host.json's reader or our own; None for a line on the CPU."""
-    if settings.device != "cuda":
-        return None
-    return GpuSource(load_host().gpu_reader or READER_COMMAND)
+    """How the GPU of a line is read; None for a line on the CPU."""
+    return gpu_on(settings.device)
 
 
 class ReadingProcess:

@@ -19,6 +19,7 @@ from nstrain.base.disk import FileLock
 from nstrain.base.errors import NstrainError, Refusal
 from nstrain.data.consumers import write_consumer
 from nstrain.data.line import DataLine
+from nstrain.data.manifest import last_manifest
 from nstrain.line.checkpoint import read_latest, read_state, verify_checkpoint
 from nstrain.line.paths import LinePaths
 from nstrain.line.retention import set_aside_later
@@ -63,7 +64,7 @@ def roll_back(run: Path, update: int) -> RolledBack:
             write_consumer(data.work, settings.id, cycle, row, state["tokens"], paths.root)
             set_aside = set_aside_later(paths, update)
             generation = journal.begin_generation(update + 1)
-    prepared = [number for number in range(cycle, _last_prepared(data) + 1) if not data.is_ready(number)]
+    prepared = [number for number in range(cycle, last_manifest(data) + 1) if not data.is_ready(number)]
     return RolledBack(update, state["tokens"], generation, tuple(set_aside), tuple(prepared))
 
 
@@ -96,9 +97,3 @@ def _refuse_missing(paths: LinePaths, update: int) -> None:
             f"{paths.checkpoint(update)} is beyond the line's newest checkpoint, u{latest:08d}: it belongs to a "
             "continuation that was abandoned"
         )
-
-
-def _last_prepared(data: DataLine) -> int:
-    """The last cycle that has a manifest; 0 if none has."""
-    numbers = [int(path.stem) for path in (data.work / "manifests").glob("*.json") if path.stem.isdecimal()]
-    return max(numbers, default=0)

@@ -11,6 +11,7 @@ validated when they were written are read as plain JSON.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import shutil
@@ -434,7 +435,11 @@ def _disk_use(
     paths: LinePaths, settings: _Settings, checkpoints: list[ListedCheckpoint], cycle_count: int | None
 ) -> DiskUse:
     def bytes_of(files: Iterable[Path]) -> int:
-        return sum(path.stat().st_size for path in files if path.is_file())
+        total = 0
+        for path in files:
+            with contextlib.suppress(OSError):  # SQLite's log and a log that is rotated go while one looks
+                total += path.stat().st_size
+        return total
 
     free_bytes = shutil.disk_usage(paths.root).free
     own = [item for item in checkpoints if not item.set_aside]

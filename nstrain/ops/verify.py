@@ -20,6 +20,7 @@ from nstrain.data.line import DataLine
 from nstrain.data.manifest import cycle_manifest, refuse_edited_past
 from nstrain.data.rows import row_order
 from nstrain.data.val import held_out_digest, load_index
+from nstrain.data.verify import Verified
 from nstrain.line.checkpoint import read_latest, read_state, verify_checkpoint
 from nstrain.line.listing import ListedCheckpoint, list_checkpoints
 from nstrain.line.paths import REPLACED_SUFFIX, LinePaths
@@ -27,15 +28,6 @@ from nstrain.line.run_json import load_settings, refuse_no_line
 from nstrain.record.damage import FROM_A_COPY, sqlite_errors_named
 from nstrain.record.journal import Journal
 from nstrain.settings.run import RunSettings
-
-
-@dataclasses.dataclass(frozen=True)
-class Verified:
-    """What one look found."""
-
-    what: str
-    ok: bool
-    message: str
 
 
 @dataclasses.dataclass(frozen=True)

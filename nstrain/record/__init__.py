@@ -1,1 +1,1 @@
-
+"""The journal of a line: what it measured, an update a row, read, checked, exported and drawn."""

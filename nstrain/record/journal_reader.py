@@ -111,10 +111,6 @@ class JournalReader:
         for span in spans:
             yield from map(self._row, self._stored(span, from_update, mendable=generation is None))
 
-    def rows_since(self, update: int) -> list[Row]:
-        """The lineage's rows after an update: what a display that showed that one has yet to show."""
-        return list(self.rows(from_update=update + 1))
-
     def last_row(self) -> Row | None:
         """The lineage's last row; None for an empty journal."""
         lineage = self._head().lineage()

@@ -16,7 +16,8 @@ passed to the trainer as one SIGTERM, the STOP file it sees itself. Further sign
 impatience cannot lose an update, short of `kill -9`. The watchdog bounds how long the last save may take.
 
 Every wait of the line is seen here in the same place (`_look_after`): signals, preparer, notices and the log are looked
-at between any two steps, whether a trainer runs or not.
+at between any two steps, whether a trainer runs or not. Only while an earlier supervisor's trainer still holds the line
+nothing is looked at but requests to stop: nothing has been started yet.
 """
 
 from __future__ import annotations

@@ -90,9 +90,6 @@ class Engine(Protocol):
         Like all readings of the state this touches nothing of it.
         """
 
-    def row_losses(self, rows: TokenRows) -> npt.NDArray[np.float64]:
-        """Mean cross-entropy of each row in nats, [rows]."""
-
     def probe(self, rows: TokenRows, eos_id: int, train_length: int, attention: bool = True) -> ProbeReadings:
         """What the model's probe says of rows; `attention=False` leaves out what costs most."""
 
@@ -244,10 +241,6 @@ class EagerEngine:
         """Cross-entropy of each target in nats, [rows, L]."""
         with self._reading("validation"):
             return self.model.token_losses(self._on_device(rows)).cpu().numpy()
-
-    def row_losses(self, rows: TokenRows) -> npt.NDArray[np.float64]:
-        """Mean cross-entropy of each row in nats, summed in fp64 on the host in a fixed order."""
-        return self.token_losses(rows).astype(np.float64).mean(axis=1)
 
     def probe(self, rows: TokenRows, eos_id: int, train_length: int, attention: bool = True) -> ProbeReadings:
         """What the model's probe says of rows, in host memory."""

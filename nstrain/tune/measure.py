@@ -25,6 +25,7 @@ import torch
 
 import nstrain
 from nstrain.base.errors import ExitCode, NstrainError
+from nstrain.base.host_memory import available_host_bytes
 from nstrain.settings.model import validate
 from nstrain.settings.run import LengthSettings, RunSettings
 from nstrain.train.determinism import enter_deterministic_mode
@@ -226,7 +227,7 @@ class _HostMemory:
         with contextlib.suppress(OSError):  # not every container lets a process do so: then building it may count
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))
         self._before = _resident_bytes("VmRSS")
-        self._room_bytes = _available_bytes()
+        self._room_bytes = available_host_bytes()
 
     def read(self) -> tuple[int, int]:
         """Transient bytes at most, and the room there was."""
@@ -237,17 +238,3 @@ def _resident_bytes(field: str) -> int:
     found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024
-
-
-def _available_bytes() -> int:
-    """Memory that a process here may still take: the machine's, or what its control group (version 2) leaves."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    assert found is not None
-    available = int(found[1]) * 1024
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # "max", or no such group: the machine's memory is the limit
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        cached = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-        available = min(available, limit - used + (int(cached[1]) if cached else 0))
-    return available

@@ -27,7 +27,9 @@ from nstrain.base.killpoints import kill_point
 from nstrain.base.units import human_bytes
 from nstrain.data.line import DataLine
 from nstrain.data.order import refuse_row_length
-from nstrain.gpu.borrowed import borrowed_gpu, gpu_on, refuse_other_gpu
+from nstrain.gpu.borrowed import borrowed_gpu
+from nstrain.gpu.lease import refuse_other_gpu
+from nstrain.gpu.readings import gpu_on
 from nstrain.line.checkpoint import read_latest
 from nstrain.line.paths import LinePaths
 from nstrain.line.run_json import load_settings, refuse_no_line

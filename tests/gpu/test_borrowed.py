@@ -10,8 +10,9 @@ import pytest
 from fake_card import UUID, FakeCard
 
 from nstrain.base.errors import GpuTaken, Refusal
-from nstrain.gpu.borrowed import borrowed_gpu, gpu_on, refuse_other_gpu
-from nstrain.gpu.lease import gpu_lease
+from nstrain.gpu.borrowed import borrowed_gpu
+from nstrain.gpu.lease import gpu_lease, refuse_other_gpu
+from nstrain.gpu.readings import gpu_on
 
 
 @pytest.fixture

@@ -42,10 +42,7 @@ def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
 @pytest.fixture
 def hub(_server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     """An empty hub without faults, and little patience with it."""
-    for container in (_server.repos, _server.refs, _server.tokens, _server.requests, _server.extra_entries):
-        container.clear()
-    _server._trees.clear()
-    _server.fault, _server.speed_bytes_per_s = lambda request: None, None
+    _server.empty()
     monkeypatch.setattr(patience, "PATIENCE", IMPATIENT)
     return _server
 

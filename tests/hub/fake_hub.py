@@ -95,6 +95,12 @@ class FakeHub:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._trees: dict[tuple[str, str, str, bool], list[dict[str, Any]]] = {}
 
+    def empty(self) -> None:
+        """Forget what it holds, who may read it, what was asked of it, and how it was to fail."""
+        for container in (self.repos, self.refs, self.tokens, self.requests, self.extra_entries, self._trees):
+            container.clear()
+        self.fault, self.speed_bytes_per_s = lambda request: None, None
+
     @property
     def port(self) -> int:
         return int(self._server.server_address[1])

@@ -44,8 +44,8 @@ def corpora(hub: FakeHub) -> FakeHub:
 @pytest.fixture(scope="session")
 def undisturbed(_server: FakeHub, tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Iterator[DataLine]:
     """A line built while nothing went wrong."""
+    _server.empty()  # it is made before the test's own `hub`: another test may have left tokens and faults
     minicpm_hub.fill(_server)
-    _server.fault = lambda request: None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(patience, "PATIENCE", dataclasses.replace(patience.Patience(), reserve_bytes=0))
         yield build(tmp_path_factory.mktemp("undisturbed") / "line", tokenizer)

@@ -62,8 +62,8 @@ def test_rows_from_an_update_on(path: Path) -> None:
     with Journal.open(path, 1) as journal:
         fill(journal, 0, 9)
         assert [r["update"] for r in journal.rows(from_update=7)] == [7, 8, 9]
-        assert [r["update"] for r in journal.rows_since(7)] == [8, 9]
-        assert journal.rows_since(9) == []
+        assert [r["update"] for r in journal.rows(from_update=8)] == [8, 9]
+        assert list(journal.rows(from_update=10)) == []
 
 
 def test_a_library_s_numbers_are_recorded_as_python_s(path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_rollback_opens_a_generation_and_the_lineage_follows_it(path: Path) ->
         fill(journal, 2, 3)
         assert keys(journal) == [(1, 0), (1, 1), (3, 2), (3, 3)]
         assert "extra" not in journal.names()
-        assert journal.rows_since(1) == list(journal.rows(generation=3))
+        assert list(journal.rows(from_update=2)) == list(journal.rows(generation=3))
         assert journal.begin_generation(2) == 4, "with rows of its own, the next is another one"
 
 

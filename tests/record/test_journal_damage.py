@@ -189,7 +189,7 @@ def test_the_refusal_names_the_update_and_the_checkpoint_to_go_back_to(
 def test_what_lies_beside_the_damage_can_be_read(path: Path) -> None:
     change(path, "UPDATE rows SET readings = zeroblob(16) WHERE update_number = 5")
     with Journal.open_for_reading(path) as journal:
-        assert [row["update"] for row in journal.rows_since(5)] == list(range(6, 15))
+        assert [row["update"] for row in journal.rows(from_update=6)] == list(range(6, 15))
         assert journal.last_update() == 14
     with Journal.open(path, 1) as journal:
         assert journal.commit(15, {"tokens": 15, "train/loss": 15 / 8}) == "new"

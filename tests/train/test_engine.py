@@ -97,7 +97,6 @@ def test_readings_of_rows_are_the_models_and_touch_nothing() -> None:
     losses = engine.token_losses(rows)
     assert losses.dtype == np.float32
     assert np.array_equal(losses, engine.model.token_losses(torch.from_numpy(rows)).numpy())
-    assert np.array_equal(engine.row_losses(rows), losses.astype(np.float64).mean(axis=1))
     seen = []
     engine.model.probe = lambda tokens, eos_id, train_length, *, attention: (  # type: ignore[method-assign]
         seen.append((tokens.shape, eos_id, train_length, attention)),

@@ -17,11 +17,11 @@ from nstrain.data.hub.listing import ListedFile, OnNotice, list_files, resolve_r
 from nstrain.data.hub.patience import asked_wait_s, patience
 from nstrain.data.sources import (
     ColumnStrata,
-    DirectoryStrata,
     FoundFile,
     Listing,
     SourceSettings,
     arrange,
+    stratum_of_path,
 )
 
 EMPTY_SHA256 = hashlib.sha256().hexdigest()
@@ -52,10 +52,7 @@ def list_hub(
     found = []
     for file in list_files(source.repo, source.revision, source.include, source.exclude, on_notice):
         sha256 = file.sha256 or (EMPTY_SHA256 if file.size == 0 else _small_sha256(source, file, on_notice))
-        if isinstance(source.stratum, DirectoryStrata):
-            stratum = "/".join(file.path.split("/")[:-1][: source.stratum.depth]) or "."
-        else:
-            stratum = file.path
+        stratum = stratum_of_path(source.stratum, file.path)
         found.append(FoundFile(file.path, file.size, sha256, {stratum: file.size}))
         on_file(file.size)
     if sum(file.size for file in found) == 0:
