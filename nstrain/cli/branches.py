@@ -38,7 +38,7 @@ def branch(
     final_lr: Annotated[
         float | None, typer.Option(help="Learning rate at the decay's end (default: a tenth of the trunk's).")
     ] = None,
-    decay_shape: Annotated[str, typer.Option(help="linear, cosine or sqrt.")] = "linear",
+    decay_shape: Annotated[str | None, typer.Option(help="linear (default), cosine or sqrt.")] = None,
     long_lr: Annotated[
         float | None, typer.Option(help="Learning rate of the long stage (default: where the decay ended).")
     ] = None,

@@ -48,6 +48,8 @@ def checkpoints(
     place = resolve(run)
     if bool(remove) + (thin is not None) + set_aside > 1:
         raise Refusal("--remove, --thin and --set-aside: give one of them")
+    if forks and not remove and thin is None:
+        raise Refusal("--forks says what else --remove or --thin takes: give one of them with it")
     removed = None
     if remove:
         removed = remove_some(place, remove, forks)

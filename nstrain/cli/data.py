@@ -6,7 +6,7 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -302,18 +302,31 @@ def rebuild(
         def show(share: float) -> None:
             bar.set("rebuilding", share)
 
-        if work is not None and cycle is not None and manifest is None:
+        if work is not None and cycle is not None and not (manifest or tokenizer or source):
             line = DataLine.open(resolve(work))
             with preparer_lock(line.work).acquire(f"the preparer of {line.work}"):
                 directory = rebuild_in_line(line, cycle, out, show, _shows_downloads(bar))
-        elif manifest is not None and tokenizer is not None and out is not None and work is None:
-            pairs = dict(pair.partition("=")[::2] for pair in source or ())
-            places = {name: Path(place) for name, place in pairs.items()}
+        elif manifest and tokenizer and out and work is None and cycle is None:
+            places = _places(source or ())
             rebuild_cycle(manifest, tokenizer, places, out, show, on_download=_shows_downloads(bar))
             directory = out
         else:
-            raise Refusal("rebuild takes --work and --cycle, or --manifest, --tokenizer, --source and --out")
+            raise Refusal(
+                "rebuild takes --work and --cycle (and --out), or --manifest, --tokenizer, --source and --out, and "
+                "nothing of the other"
+            )
     print(f"{directory}: rebuilt, with the manifest's hashes")
+
+
+def _places(pairs: Sequence[str]) -> dict[str, Path]:
+    """--source NAME=DIRECTORY ... as the directories by source."""
+    places: dict[str, Path] = {}
+    for pair in pairs:
+        name, separator, place = pair.partition("=")
+        if not name or not separator or not place or name in places:
+            raise Refusal(f"--source: expected NAME=DIRECTORY, each name once, found {pair!r}")
+        places[name] = Path(place)
+    return places
 
 
 @app.command("run-preparer")

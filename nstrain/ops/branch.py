@@ -202,7 +202,7 @@ def _settings(
     fork = {"from": str(paths.root), "line": parent.id, "at_cycle": at_cycle}
     fields = {
         **dump(parent),
-        **branch_settings(parent, stages, options.decay_shape, options.tokens_per_update),
+        **branch_settings(parent, stages, options.decay_shape or "linear", options.tokens_per_update),
         "id": secrets.token_hex(8),
         "data": {**dump(parent)["data"], "work": str(work.resolve())},
         "branch": {**fork, "update": state["update"], "tokens": state["tokens"]},

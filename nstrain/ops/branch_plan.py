@@ -59,7 +59,8 @@ class StageOptions:
     """What may be said of the stages beside their tokens; None: as `Stage` or branch.py says."""
 
     long_row_tokens: int | None = None
-    decay_shape: str = "linear"
+    decay_shape: str | None = None
+    """None: linear."""
     final_lr: float | None = None
     long_lr: float | None = None
     tokens_per_update: int | None = None
@@ -126,6 +127,7 @@ def place_stages(
     `longest` is the length of long rows unless `options` say another. Raises `Refusal` if the line does not end with
     the plan, or has no cycle for a stage.
     """
+    _refuse_idle_options(asked, options)
     fork = data.settings.fork
     assert fork is not None, "the data line of a branch is a fork"
     if data.cycle_count is None:
@@ -151,8 +153,13 @@ def place_stages(
             end_rate = FINAL_SHARE * rate if options.final_lr is None else options.final_lr
             if not 0 <= end_rate <= rate:
                 raise Refusal(f"a decay cannot end at the rate {end_rate:g}: the trunk's is {rate:g} at the fork")
-        elif options.long_lr is not None:
-            rate = end_rate = options.long_lr
+        else:
+            rate = end_rate = rate if options.long_lr is None else options.long_lr
+            if not rate > 0:
+                raise Refusal(
+                    f"the long stage would learn nothing at the rate {rate:g}: say another for it (--long-lr), or let "
+                    "the decay before it end above 0 (--final-lr)"
+                )
         row_tokens = parent.row_tokens_at(at_cycle) if stage.kind == "decay" else options.long_row_tokens or longest
         stages.append(
             Stage(
@@ -174,6 +181,19 @@ def place_stages(
             f"{done_asked:,}; plan as much as it has, or name a new directory"
         )
     return tuple(stages)
+
+
+def _refuse_idle_options(asked: Sequence[AskedStage], options: StageOptions) -> None:
+    """Raise `Refusal` for what is said of a stage that is not planned."""
+    kinds = {stage.kind for stage in asked}
+    said: dict[StageKind, dict[str, Any]] = {
+        "decay": {"--decay-shape": options.decay_shape, "--final-lr": options.final_lr},
+        "long": {"--long-row-tokens": options.long_row_tokens, "--long-lr": options.long_lr},
+    }
+    for kind, values in said.items():
+        idle = [name for name, value in values.items() if value is not None]
+        if kind not in kinds and idle:
+            raise Refusal(f"{idle[0]} is of a {kind} stage, and the plan has none; leave it out, or plan {kind}:TOKENS")
 
 
 def _nearest(ends: Sequence[int], tokens: int) -> int:

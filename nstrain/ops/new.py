@@ -106,6 +106,7 @@ def new_line(
     ramp = _ramp(batch, row_tokens)
     if micro_rows is None:
         micro_rows = _default_micro_rows(row_tokens, ramp)
+    computes_on = device or _default_device()
     fields = {
         "format": RUN_FORMAT,
         "id": _free_id(line, line_id),
@@ -114,7 +115,7 @@ def new_line(
         "model": {"preset": preset, "config": config},
         "seed": seed,
         "threads": len(os.sched_getaffinity(0)) if threads is None else threads,
-        "device": _default_device() if device is None else device,
+        "device": computes_on,
         "tokens_per_update": batch if isinstance(batch, int) else ramp,
         "rows": [{"from_cycle": 1, "row_tokens": row_tokens}],
         "lengths": {str(row_tokens): {"micro_rows": micro_rows, "recompute": recompute}},
@@ -125,7 +126,7 @@ def new_line(
         ),
         "ema": _average(ema_horizon_tokens, ema_from_tokens),
         "optimizer": {"clip_norm": 1.0, **(optimizer or {})},
-        "validation": {**_default_validation(planned_tokens, ramp), **(validation or {})},
+        "validation": {**_default_validation(planned_tokens, ramp, computes_on), **(validation or {})},
         "checkpoints": dict(checkpoints or {}),
         "print_every": print_every,
     }
@@ -192,10 +193,14 @@ def _default_warmup(planned_tokens: int, ramp: Sequence[Mapping[str, int | None]
     return max(1, min(WARMUP_UPDATES, updates)) * batch_tokens
 
 
-def _default_validation(planned_tokens: int, ramp: Sequence[Mapping[str, int | None]]) -> dict[str, int]:
-    """VALIDATIONS of them in the schedule, by the ramp's last batch, at most 1000 updates apart; 16 rows a source."""
+def _default_validation(planned_tokens: int, ramp: Sequence[Mapping[str, int | None]], device: str) -> dict[str, int]:
+    """VALIDATIONS of them in the schedule, by the ramp's last batch, at most 1000 updates apart; 16 rows a source.
+
+    On a CPU one long row a source: at 32,768 tokens each takes most of a minute there even of the smallest preset.
+    """
     updates = planned_tokens // (ramp[-1]["tokens"] or 0)
-    return {"every_updates": max(1, min(1000, updates // VALIDATIONS)), "rows_per_source": 16}
+    found = {"every_updates": max(1, min(1000, updates // VALIDATIONS)), "rows_per_source": 16}
+    return {**found, "long_rows_per_source": 1} if device == "cpu" else found
 
 
 def _default_device() -> str:

@@ -10,8 +10,14 @@ from nstrain.train.schedule import learning_rate
 
 
 def schedule_notes(settings: RunSettings, schedule: Schedule) -> tuple[str, ...]:
-    """A sentence for each such thing: updates that no cycle holds, ways of the rate that the schedule's end cuts."""
-    return (*_batches_beyond_cycles(settings, schedule), *_rates_beyond_the_end(settings, schedule))
+    """A sentence for each such thing: updates that no cycle holds, ways of the rate that the schedule's end cuts, an
+    average that never begins.
+    """
+    return (
+        *_batches_beyond_cycles(settings, schedule),
+        *_rates_beyond_the_end(settings, schedule),
+        *_average_beyond_the_end(settings, schedule),
+    )
 
 
 def _batches_beyond_cycles(settings: RunSettings, schedule: Schedule) -> list[str]:
@@ -41,4 +47,14 @@ def _rates_beyond_the_end(settings: RunSettings, schedule: Schedule) -> list[str
     return [
         f"the learning rate is on its way from {holds.start:g} to {holds.end:g} at {holds.to_tokens:,} tokens, beyond "
         f"the schedule's end at {end:,}: it comes to {rate:.3g}"
+    ]
+
+
+def _average_beyond_the_end(settings: RunSettings, schedule: Schedule) -> list[str]:
+    end, average = schedule.total_tokens, settings.ema
+    if average is None or end is None or average.from_tokens < end:
+        return []
+    return [
+        f"the weights' average would begin at {average.from_tokens:,} tokens (ema.from_tokens), the schedule ends at "
+        f"{end:,}: there is none before its last update"
     ]

@@ -219,10 +219,17 @@ def test_the_command_rebuilds_with_and_without_a_line(line: DataLine, places: di
     done = CliRunner().invoke(app, ["rebuild", *named, *out])
     assert done.exit_code == 0, done.output
     assert contents(tmp_path / "out") == contents(line.cycle_directory(1))
-    for wrong in (["--cycle", "3"], ["--work", str(line.work)], [*named], [*named, *out, "--work", str(line.work)]):
+    of_line = ["--work", str(line.work), "--cycle", "3"]
+    for wrong in (
+        of_line[2:], of_line[:2], named, [*named, *out, *of_line[:2]], [*named, *out, *of_line[2:]],
+        [*of_line, "--tokenizer", "no such file"], [*of_line, "--source", "books=here"],
+    ):  # fmt: skip
         refused = CliRunner().invoke(app, ["rebuild", *wrong])
         assert isinstance(refused.exception, Refusal), wrong
-        assert "rebuild takes --work and --cycle, or --manifest" in str(refused.exception)
+        assert "rebuild takes --work and --cycle (and --out), or --manifest" in str(refused.exception)
+    for pair in ("books", "=here", "books="):
+        refused = CliRunner().invoke(app, ["rebuild", *named, *out, "--source", pair])
+        assert f"--source: expected NAME=DIRECTORY, each name once, found '{pair}'" in str(refused.exception)
 
 
 # ------------------------------------------------------------------ verifying

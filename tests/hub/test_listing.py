@@ -19,7 +19,7 @@ from fake_hub import FakeHub, Fault, HubFile, Request
 
 import nstrain
 from nstrain.base.errors import Refusal
-from nstrain.data.hub import client
+from nstrain.data.hub import client, patience
 from nstrain.data.hub.errors import AccessDenied, FileVanished, HubRefusal, NotOnHub, UntrustedListing
 from nstrain.data.hub.listing import list_files, resolve_revision, starting_directories
 from nstrain.data.hub.patience import asked_wait_s
@@ -306,6 +306,16 @@ for call in (lambda: resolve_revision("a/b", "main"), lambda: places(source, "x"
     assert done.stdout.count(words) == 2, done
     assert "mine" not in done.stdout + done.stderr
     assert not hub.requests
+
+
+def test_a_read_timeout_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, seconds in (("", 30.0), ("45", 45.0), (" 30.5 ", 30.5)):
+        monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", text)
+        assert patience.patience().read_s == (patience.PATIENCE.read_s if not text else seconds)
+    for text in ("abc", "0", "-1", "1e9", "nan"):
+        monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", text)
+        with pytest.raises(HubRefusal, match=f"HF_HUB_DOWNLOAD_TIMEOUT: expected seconds, like 30, found '{text}'"):
+            patience.patience()
 
 
 def test_the_token_of_hf_home_is_used(hub: FakeHub, tmp_path: Path) -> None:

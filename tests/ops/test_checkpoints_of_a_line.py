@@ -159,6 +159,7 @@ def test_the_command(line: LinePaths) -> None:
     assert "u00000050" in shown
     assert "cycle_end 5" in shown
     assert "give one of them" in command("--remove", "20", "--thin", "2", code=2)
+    assert "--forks says what else --remove or --thin takes" in command("--forks", code=2)
     assert "goes on from it" in command("--remove", "50", code=2)
     assert "give one of them" in command("--set-aside", "--thin", "2", code=2)
     set_aside_later(line, 40)

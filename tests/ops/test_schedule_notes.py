@@ -73,6 +73,14 @@ def test_a_warm_up_that_the_schedule_ends(paths: LinePaths, ends: int, noted: bo
     assert schedule_notes(settings, schedule((None, 512))) == (), "an open-ended schedule cuts nothing"
 
 
+@pytest.mark.parametrize(("begins", "noted"), [(1023, False), (1024, True), (5000, True)])
+def test_an_average_that_the_schedule_ends_before(paths: LinePaths, begins: int, noted: bool) -> None:
+    settings = changed(paths, tokens_per_update=64, ema={"horizon_tokens": 64, "from_tokens": begins})
+    notes = schedule_notes(settings, schedule((2, 512)))
+    assert [f"would begin at {begins:,} tokens (ema.from_tokens)" in note for note in notes] == [True] * noted
+    assert schedule_notes(settings, schedule((None, 512))) == ()
+
+
 def test_check_and_new_say_so(paths: LinePaths) -> None:
     settings = load_run(paths.run_json)
 

@@ -328,6 +328,11 @@ def test_a_plan_that_is_none_is_refused(plan: str, message: str) -> None:
         ({"options": {"long_row_tokens": 24}}, "do not divide the data line's unit of 32"),
         ({"options": {"long_row_tokens": 16}}, "long rows of 16 tokens are no longer than the trunk's of 16"),
         ({"options": {"decay_shape": "step"}}, "'learning_rate.2.shape'"),
+        ({"options": {"final_lr": 0.0}}, "the long stage would learn nothing at the rate 0: .*--long-lr"),
+        ({"plan": "long:600", "options": {"final_lr": 0.0}}, "--final-lr is of a decay stage, and the plan has none"),
+        ({"plan": "long:600", "options": {"decay_shape": "sqrt"}}, "--decay-shape is of a decay stage"),
+        ({"plan": "decay:600", "options": {"long_lr": 1e-9}}, "--long-lr is of a long stage, and the plan has none"),
+        ({"plan": "decay:600", "options": {"long_row_tokens": 7}}, "--long-row-tokens is of a long stage"),
         ({"recipe": {"poems": 1}}, "no source is called poems"),
     ],
 )

@@ -10,6 +10,8 @@ import re
 import time
 from collections.abc import Mapping
 
+from nstrain.data.hub.errors import HubRefusal
+
 LONGEST_WAIT_S = 3600.0
 """A server that asks for a longer wait is asked again after this."""
 
@@ -54,9 +56,13 @@ PATIENCE = Patience()
 
 
 def patience() -> Patience:
-    """The patience in force, with the hub's own variable for the read timeout."""
-    asked = os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT", "")
-    return dataclasses.replace(PATIENCE, read_s=float(asked)) if re.fullmatch(r"[1-9][0-9]{0,5}", asked) else PATIENCE
+    """The patience in force, with the hub's own variable for the read timeout. Raises `HubRefusal` if that is none."""
+    asked = os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT", "").strip()
+    if not asked:
+        return PATIENCE
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{0,6})?", asked) or not float(asked) > 0:
+        raise HubRefusal(f"HF_HUB_DOWNLOAD_TIMEOUT: expected seconds, like 30, found {asked!r}; correct or unset it")
+    return dataclasses.replace(PATIENCE, read_s=float(asked))
 
 
 _RATE_LIMIT = re.compile(r"r\s*=\s*(\d{1,9})\s*;\s*t\s*=\s*(\d{1,9})")
