@@ -64,8 +64,8 @@ def _drawn(result: BenchResult) -> str:
     lines = [
         ("tokens a second", f"{result.tokens_per_s:,.0f}"),
         ("update", f"{result.update_s:.3f} s of {result.tokens_per_update:,} tokens"),
-        ("model TFLOP/s", f"{result.model_tflop_s:.1f}"),
-        ("6 N TFLOP/s", f"{result.six_n_tflop_s:.1f}"),
+        ("model TFLOP/s", _three_digits(result.model_tflop_s)),
+        ("6 N TFLOP/s", _three_digits(result.six_n_tflop_s)),
     ]
     if result.peak_gib is not None:
         lines += [
@@ -81,6 +81,11 @@ def _drawn(result: BenchResult) -> str:
     if result.profile is None:
         return drawn
     return "\n".join((drawn, *_profile_tables(result.profile)))
+
+
+def _three_digits(rate: float) -> str:
+    """A rate to three digits, one above 1,000 to all before the point: `0.0560`, `61.2`, `1,024`."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:#.3g}"
 
 
 def _profile_tables(profile: Profile) -> tuple[str, str]:

@@ -94,6 +94,12 @@ def test_presets() -> None:
     assert larger.parameter_count() == pytest.approx(2.0e9, rel=0.05)
     for config in (tiny, large, larger):
         assert config.rope_max_seq_len == 32768
+        assert config.rope_base == 1e6
+        assert config.ffn_width == 2.75 * config.width
+        assert config.trace_width == config.width / 4
+        assert {config.dendritic_head_width, config.pool_head_width, config.state_width} == {64}
+        assert (config.dendritic_expansion, config.match_width) == (2, 32)
+        assert (config.spike_levels, config.surrogate_margin, config.threshold_init) == (4, 1.0, 0.6)
     for config in (large, larger):
         assert config.vocab_size == 130_560
     with pytest.raises(ConfigError, match="no model preset 'ns-2B': did you mean 'ns-2b'"):

@@ -13,6 +13,7 @@ import ns_reference as reference
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from neuronspark import ModelConfig, NeuronSpark
 from neuronspark.dendritic import inverse_softplus, starting_leaks
@@ -296,12 +297,41 @@ def test_starting_leaks() -> None:
     efold = 1 / (leak * dt)
     assert efold[[0, 13, 14, 15]].tolist() == pytest.approx([2, 1000, 40_000, 256_000])
     assert leak[14:].tolist() == [1, 1]
-    assert torch.allclose(torch.nn.functional.softplus(inverse_softplus(dt)), dt, rtol=1e-9)
+    assert torch.allclose(functional.softplus(inverse_softplus(dt)), dt, rtol=1e-9)
     # The contract: dt_raw = ln(tau) + 3.5 flushes a slow-leak head to 0.03 in one token.
-    flush = torch.exp(-leak * torch.nn.functional.softplus(efold.log() + 3.5 + inverse_softplus(dt)))[14:]
+    flush = torch.exp(-leak * functional.softplus(efold.log() + 3.5 + inverse_softplus(dt)))[14:]
     assert flush.tolist() == pytest.approx([0.03, 0.03], abs=0.002)
     for heads in (1, 2, 3, 8):
         assert all(values.shape == (heads,) and (values > 0).all() for values in starting_leaks(heads))
+
+
+def test_the_built_model_has_the_starting_values_of_the_design() -> None:
+    """The numbers stand here once more, so that none of them moves unseen."""
+    config = ModelConfig(vocab_size=128, width=512, layers="DH", rope_max_seq_len=64, ffn_width=64, trace_width=128)
+    start = {name: p.detach().double() for name, p in build(config).named_parameters()}
+    dt, leak = functional.softplus(start["layer00.dt_bias"]), start["layer00.a_log"].exp()
+    efold_tokens = 1 / (leak * dt)
+    assert efold_tokens[[0, 13, 14, 15]].tolist() == pytest.approx([2, 1000, 40_000, 256_000], rel=1e-3)
+    assert leak[14:].tolist() == pytest.approx([1, 1]), "a step of a few units could not flush a slow-leak head"
+    assert torch.allclose(start["layer00.input_gain"], (2 / dt).sqrt().clamp(max=16), rtol=1e-3)
+    assert start["layer00.w_dt"].std().item() * math.sqrt(config.width) == pytest.approx(0.1, rel=0.05)
+    for name, first, last in (
+        ("clock_bias", -9, -4),
+        ("write_bias", 3, 3),
+        ("query_gain", 1, 1),
+        ("match_gain", 0.5, 4),
+        ("decay_bias", -4, 1.5),
+        ("copy_bias", 2, 2),
+        ("novelty_weight", 0.5, 0.5),
+        ("read_gain_bias", 0.54, 0.54),
+    ):
+        found = start[f"layer01.{name}"]
+        expected = torch.linspace(first, last, len(found), dtype=torch.float64)
+        assert torch.allclose(found, expected, rtol=0, atol=1e-6), name
+    thresholds = [name for name in start if name.endswith("log_threshold")]
+    assert len(thresholds) == 5
+    for name in thresholds:
+        assert torch.allclose(start[name].exp(), torch.tensor(0.6).double()), name
 
 
 def test_neurons_fire_within_their_range_on_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,31 +108,50 @@ def test_pool_read(tokens: int) -> None:
     assert_same(pool_read, reference.pool, inputs)
 
 
-def pool_clock_error(tokens: int, rate: float, dtype: torch.dtype) -> float:
-    """Relative error of the clock gradient against fp64, over the row; clock and tag are fp32 whatever the dtype."""
+def pool_errors(tokens: int, rate: float, dtype: torch.dtype, flushed: slice | None = None) -> tuple[float, float]:
+    """Relative errors of the read and of the clock gradient against fp64, over the row.
+
+    Clock and tag are fp32 whatever the dtype; the clock takes a step of 1e4 at the flushed tokens.
+    """
     shape = (1, 2, tokens)
     dense = [draw(*shape, 16, seed=seed).to(dtype) for seed in (1, 2, 3)]
-    biases = [(rate * functional.softplus(draw(*shape, seed=4))).float(), functional.logsigmoid(draw(*shape)).float()]
+    step = (rate * functional.softplus(draw(*shape, seed=4))).float()
+    if flushed is not None:
+        step[..., flushed] = 1e4
+    biases = [step, functional.logsigmoid(draw(*shape)).float()]
     weights = draw(*shape, 16, seed=9).to(dtype)
-    gradients = []
+    reads, gradients = [], []
     for inputs in ([*dense, *biases], [x.double() for x in [*dense, *biases]]):
         leaves = [x.clone().requires_grad_() for x in inputs]
         read = pool_read(*leaves)
+        reads.append(read.detach().double())
         gradients.append(torch.autograd.grad((read * weights).sum(), leaves[3])[0].double())
-    return ((gradients[0] - gradients[1]).norm() / gradients[1].norm()).item()
+    read_error, gradient_error = (((a - b).norm() / b.norm()).item() for a, b in (reads, gradients))
+    return read_error, gradient_error
 
 
 @pytest.mark.parametrize("rate", [1e-4, 0.02, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pool_clock_gradient_over_a_long_row(rate: float, dtype: torch.dtype) -> None:
     """In bf16 a row sums to its rounded read's error; without it the faster clocks are 0.02 and 0.19 off."""
-    assert pool_clock_error(2048, rate, dtype) < 0.01
+    assert pool_errors(2048, rate, dtype)[1] < 0.01
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e-4, 0.02, 1.0])
 def test_pool_clock_gradient_over_32k(rate: float) -> None:
-    assert pool_clock_error(32768, rate, torch.float32) < 0.01
+    assert pool_errors(32768, rate, torch.float32)[1] < 0.01
+
+
+@pytest.mark.parametrize(("flushed", "tolerance"), [(slice(63, None, 64), 1e-4), (slice(31, None, 64), 1e-3)])
+def test_pool_read_after_a_clock_that_has_run_far(flushed: slice, tolerance: float) -> None:
+    """Flushes that bring the clock to 3e5 blur nothing that comes after them, neither reads nor the clock's gradient.
+
+    In the block of 64 in whose middle a flush falls, biases are as large as the flush: there they are rounded to 2^-11.
+    """
+    read, gradient = pool_errors(2048, 0.02, torch.float32, flushed)
+    assert read < tolerance
+    assert gradient < tolerance
 
 
 def test_pool_read_survives_a_clock_of_1e5_a_token() -> None:

@@ -98,6 +98,20 @@ def test_weights_sum_to_one_and_reproduce_the_read(clock: float, dtype: torch.dt
     assert (seen == 1).all(), "every query once"
 
 
+def test_weights_after_a_clock_that_has_run_far() -> None:
+    """With a flush of 1e4 at every 64th token the weights in fp32 are those of fp64, and give its read."""
+    query, key, step, log_write = random_inputs(1, 2, 1024)
+    step[..., 63::64] = 1e4
+    exact, value = (query, key, step.float().double(), log_write), random_inputs(1, 2, 1024, seed=5)[0]
+    read, weights = pool_read(exact[0], exact[1], value, exact[2], exact[3]), all_weights(exact)
+    for block in weights_in_blocks(*(x.float() for x in exact), first_query=0):
+        end = block.weights_zqe.shape[2]
+        at = (block.row, block.heads, slice(block.first, end))
+        assert torch.allclose(block.weights_zqe.double(), weights[at][..., :end], rtol=0, atol=1e-5)
+        again = block.weights_zqe.double() @ value[block.row, block.heads, :end]
+        assert torch.linalg.vector_norm(again - read[at]) < 1e-4 * torch.linalg.vector_norm(read[at])
+
+
 def test_a_model_s_weights_are_its_read_s() -> None:
     """From the layer's own events, match, clock and tags included."""
     model, tokens = build(layers="DH"), rows_of(2, 141)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,5 +130,33 @@ def test_on_a_cpu(tmp_path: Path) -> None:
     assert ran.exit_code == 0, repr(ran.exception)
     found = json.loads(ran.stdout)
     assert (found["device"], found["tokens_per_update"], found["profile"]) == ("CPU", 32, None)
-    assert found["tokens_per_s"] > 0
     assert len(found["losses"]) == 3
+
+
+def clock_of(*updates_s: float) -> SimpleNamespace:
+    """What stands for the module `time`: of each two readings the second is that much later."""
+    readings = iter([reading for update_s in updates_s for reading in (0.0, update_s)])
+    return SimpleNamespace(perf_counter=lambda: next(readings))
+
+
+def test_its_numbers_are_those_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After two updates that count for nothing: 192 tokens in 0.5 s, by the median of the other three."""
+    monkeypatch.setattr(bench_module, "time", clock_of(80.0, 90.0, 0.5, 7.0, 0.25))
+    found = json.loads(typed("--device", "cpu", "--rows", "2", "--accum", "3", "--updates", "3", "--json").stdout)
+    assert (found["tokens_per_update"], found["update_s"], found["tokens_per_s"]) == (192, 0.5, 384.0)
+    assert found["parameters"] == 3_907_356
+    assert found["six_n_tflop_s"] == pytest.approx(6 * 3_907_356 * 384 / 1e12, rel=1e-12)
+    # tiny-32k: DDH, 256 wide, in rows of 32 tokens; multiply-adds of a token forward.
+    head = 8192 * 256
+    dendritic = 256 * (512 + 512 + 2 * 64 + 8) + 512 * 256 + (32 * 64 + 32 * 512 + 2 * 512 * 64)
+    addresses = 256 * (64 + 64) + (256 + 64) * (256 + 256 + 32)
+    pool = (32 + 1) / 2 * 4 * (2 * 64 + 32)
+    hippocampal = addresses + 256 * (256 + 4 * 4 + 256) + 256 * 256 + 3 * 256 * 704 + pool
+    flops = 3 * 2 * (head + 2 * dendritic + hippocampal)
+    assert found["model_tflop_s"] == pytest.approx(flops * 384 / 1e12, rel=1e-12)
+
+
+def test_slow_rates_are_shown_to_three_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_module, "time", clock_of(80.0, 90.0, 0.5))
+    shown = typed("--device", "cpu").stdout
+    assert re.search(r"6 N TFLOP/s\W+0\.00150\s", shown), "6 x 3,907,356 parameters x 64 tokens a second, in 1e12"

@@ -25,7 +25,10 @@ from nstrain.train.graphs import GraphEngine
 class FakeGraph:
     """What was captured, as a function."""
 
+    made = 0
+
     def __init__(self, piece: Callable[[], None]) -> None:
+        FakeGraph.made += 1
         self._piece: Callable[[], None] | None = piece
 
     def replay(self) -> None:
@@ -90,6 +93,25 @@ def test_it_trains_as_the_eager_engine_does(engine: GraphEngine) -> None:
             engine.close_arena()
     assert state_bytes(engine) == state_bytes(eager)
     assert engine.counts == eager.counts
+
+
+def test_a_ramp_of_batches_and_rates_needs_no_new_capture(engine: GraphEngine) -> None:
+    """A graph for each shape of micro-batch, two for the update; another shape is captured once, on its first use."""
+    before, graphs = FakeGraph.made, []
+    for rows, rate in ((2, 1e-3), (4, 2e-3), (7, 3e-3), (16, 2e-3)):
+        train_update(engine, random_rows(rows, seed=rows), 2, rate, 0.1, 0.5 if rows > 4 else None)
+        graphs.append(FakeGraph.made - before)
+    assert graphs == [3, 3, 3, 3]
+    shapes = (
+        (LengthSettings(micro_rows=2), 16),
+        (LengthSettings(micro_rows=1), 16),
+        (LengthSettings(micro_rows=1, recompute="all"), 16),
+    )
+    for length, tokens in shapes * 2:
+        engine.set_length(length)
+        train_update(engine, random_rows(4, tokens), length.micro_rows, 1e-3, 0.1)
+        graphs.append(FakeGraph.made - before)
+    assert graphs[4:] == [4, 5, 6, 6, 6, 6]
 
 
 def test_a_capture_keeps_what_was_accumulated_and_a_skip_every_byte(engine: GraphEngine) -> None:
