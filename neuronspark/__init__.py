@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from neuronspark.config import ConfigError, ModelConfig, padded_vocabulary
-from neuronspark.kernels.launch import table as kernel_table
-from neuronspark.kernels.launch import use as use_kernels
+from neuronspark.kernels.backend import kernel_choice
+from neuronspark.kernels.launch import use_saved as use_kernels
+from neuronspark.kernels.launch import used_table as kernel_table
 from neuronspark.kernels.operators import KERNEL_OPERATORS
 from neuronspark.model import NeuronSpark
 from neuronspark.presets import load_preset, preset_names
@@ -16,6 +17,7 @@ __all__ = [
     "ModelConfig",
     "NeuronSpark",
     "WeightsError",
+    "kernel_choice",
     "kernel_table",
     "load_preset",
     "load_weights",

@@ -21,9 +21,14 @@ class KernelsUnavailable(RuntimeError):
     """The Triton kernels are wanted and cannot run; the message says why and what to do."""
 
 
+def kernel_choice() -> str:
+    """What NEURONSPARK_KERNELS asks for, as it is: one of `CHOICES`, if it is not refused at the first operator."""
+    return os.environ.get(KERNELS_VARIABLE, CHOICES[0])
+
+
 def use_triton(tensor: Tensor) -> bool:
     """Whether an operator runs its Triton kernels for this input; `KernelsUnavailable` if it should and cannot."""
-    choice = os.environ.get(KERNELS_VARIABLE, "auto")
+    choice = kernel_choice()
     if choice not in CHOICES:
         raise KernelsUnavailable(f"{KERNELS_VARIABLE} is {choice!r}: expected one of {', '.join(CHOICES)}")
     if choice == "reference" or tensor.element_size() > 4:

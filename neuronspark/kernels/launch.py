@@ -2,8 +2,8 @@
 
 A configuration decides the order of a kernel's sums, and so the bits of a run. Each kernel's module registers its own
 under a name that says kernel and shape class ("pool_read_forward/64+32"), one for every card that was measured and one
-for "any" other. A trainer saves `table()` with a line, and gives it back through `use` when the line goes on, so that
-a later choice of tiles changes no run under way.
+for "any" other. A trainer saves `used_table()` with a line, and gives it back to `use_saved` when the line goes on, so
+that a later choice of tiles changes no run under way. A table that does not fit the kernels here is refused by name.
 
 `compile_case` compiles a kernel for a card that need not be here, and reads what it takes of the card.
 """
@@ -11,11 +11,14 @@ a later choice of tiles changes no run under way.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
+import importlib.util
+import pkgutil
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +53,14 @@ class Launch:
         return {**self.blocks, **self.compiler_options()}
 
 
+class UnfitTable(ValueError):
+    """A table of launch configurations that these kernels cannot run with; the message names the kernel."""
+
+
 _registered: dict[str, dict[str, Launch]] = {}
 _spills: dict[tuple[str, str], int] = {}
 _in_use: dict[str, dict[str, Launch]] = {}
+_launched: set[str] = set()
 
 
 def register(name: str, launches: Mapping[str, Launch]) -> str:
@@ -75,8 +83,9 @@ def allowed_spill(name: str, card: str) -> int:
 
 def pinned(name: str, device: torch.device) -> Launch:
     """The configuration of a registered kernel on a device: the line's own if `use` was told of it, else the pinned."""
-    launches = _in_use.get(name) or _registered[name]
-    return launches.get(card_of(device)) or launches[ANY]
+    _launched.add(name)
+    card, own, common = card_of(device), _in_use.get(name, {}), _registered[name]
+    return own.get(card) or own.get(ANY) or common.get(card) or common[ANY]
 
 
 @functools.cache
@@ -88,8 +97,13 @@ def card_of(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
+def used_table() -> dict[str, Any]:
+    """What of `table()` this process has launched or was told to `use`: a kernel that a run has no use for may go."""
+    return {name: launches for name, launches in table().items() if name in _launched or name in _in_use}
+
+
 def table() -> dict[str, Any]:
-    """What is in use, by kernel and card, as JSON-serialisable values."""
+    """What every registered kernel runs with, by kernel and card, as JSON-serialisable values."""
     return {
         name: {card: dataclasses.asdict(launch) for card, launch in sorted(launches.items())}
         for name, launches in sorted({**_registered, **_in_use}.items())
@@ -97,10 +111,64 @@ def table() -> dict[str, Any]:
 
 
 def use(saved: Mapping[str, Any]) -> None:
-    """Use the configurations of an earlier `table()`; kernels that it does not name keep their pinned ones."""
+    """Use the configurations of an earlier `table()`; kernels and cards that it does not name keep their pinned ones.
+
+    Raises `UnfitTable`, and goes on with what was in use, for a kernel that is not registered, for fields that are not
+    a `Launch`'s, and for tile sizes of other names than the kernel's.
+    """
+    if not isinstance(saved, Mapping):
+        raise UnfitTable(f"expected launch configurations by kernel, found {saved!r}")
+    checked = {name: _fitting(name, launches) for name, launches in saved.items()}
     _in_use.clear()
-    for name, launches in saved.items():
-        _in_use[name] = {card: Launch(**launch) for card, launch in launches.items()}
+    _in_use.update(checked)
+
+
+def use_saved(saved: Mapping[str, Any], packages: Sequence[str] = ("neuronspark.kernels",)) -> None:
+    """`use` for a table that another version may have saved: whatever `packages` have is registered before.
+
+    A kernel is registered when its module (NAME_triton) is imported, which else happens where it first runs. Without
+    Triton there is no kernel to compare with, nor one that runs: then the table is kept as it is for `table()`.
+    """
+    for package in packages if importlib.util.find_spec("triton") else ():
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+            if "_triton" in module.name:
+                importlib.import_module(f"{package}.{module.name}")
+    use(saved)
+
+
+def _fitting(name: str, launches: Any) -> dict[str, Launch]:
+    """One kernel's configurations by card. Raises `UnfitTable`."""
+    if _registered and name not in _registered:
+        near = difflib.get_close_matches(name, _registered, n=1, cutoff=0.0)[0]
+        raise UnfitTable(f"kernel {name!r}: expected one of the {len(_registered)} here, the nearest is {near!r}")
+    if not isinstance(launches, Mapping):
+        raise UnfitTable(f"kernel {name!r}: expected configurations by card, found {launches!r}")
+    return {card: _fitting_launch(name, card, fields) for card, fields in launches.items()}
+
+
+def _fitting_launch(name: str, card: str, fields: Any) -> Launch:
+    """One configuration. Raises `UnfitTable`."""
+    place = f"kernel {name!r}, card {card!r}"
+    optional = {field.name for field in dataclasses.fields(Launch) if field.default is not dataclasses.MISSING}
+    needed = {field.name for field in dataclasses.fields(Launch)} - optional
+    if not isinstance(fields, Mapping) or not needed <= set(fields) <= needed | optional:
+        found = _listed(fields) if isinstance(fields, Mapping) else repr(fields)
+        raise UnfitTable(f"{place}: expected the fields {_listed(needed)} (and {_listed(optional)}), found {found}")
+    blocks = fields["blocks"]
+    if not isinstance(blocks, Mapping):
+        raise UnfitTable(f"{place}: expected blocks as tile sizes by name, found {blocks!r}")
+    if name in _registered and set(blocks) != set(_registered[name][ANY].blocks):
+        expected = _listed(_registered[name][ANY].blocks)
+        raise UnfitTable(f"{place}: expected the blocks {expected}, found {_listed(blocks)}")
+    for field, value in {**fields, **blocks}.items():
+        is_size = type(value) is int and value > 0
+        if not (is_size or field == "blocks" or (field == "max_registers" and value is None)):
+            raise UnfitTable(f"{place}: expected a whole number above 0 as {field}, found {value!r}")
+    return Launch(**fields)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
 
 
 # --- compiling for a card that is not here -------------------------------------------------------------------

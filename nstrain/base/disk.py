@@ -64,6 +64,7 @@ def fsync_dir(path: Path) -> None:
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 @contextlib.contextmanager
@@ -88,11 +89,21 @@ def _disk_full(path: Path, code: int) -> DiskFull:
 def refused_file(error: OSError) -> NstrainError | None:
     """What a person is told of a file that the operating system does not let us have; None for any other error.
 
-    Only errors that name a file are meant: the others are of no file (a signal to another user's process), or tell a
-    person nothing.
+    Of what is not allowed only errors that name a file are meant: the others are of no file (a signal to another user's
+    process), or tell a person nothing.
     """
+    if error.errno in _NO_DESCRIPTOR:
+        return NstrainError(
+            f"{error.strerror}: no further one can be opened (by this process, or on this machine); raise the limit "
+            "(`ulimit -n`, LimitNOFILE of a service) or find who holds so many, and run the same command again"
+        )
     if not isinstance(error.filename, str | bytes) or error.errno is None:
-        return None
+        if error.errno not in _NO_SPACE:
+            return None
+        return DiskFull(
+            f"what was to be written found no room ({error.strerror}); free space where the output goes, and run the "
+            "same command again"
+        )
     path = Path(os.fsdecode(error.filename)).absolute()
     if error.errno in _NO_SPACE:
         return _disk_full(path, error.errno)
@@ -162,11 +173,32 @@ def read_json(path: Path) -> Any:
         raise Refusal(f"{path}: expected JSON, found something else ({error})") from None
 
 
+def resolved(name: str) -> Path:
+    """The place that a typed path stands for. Raises `Refusal` for a loop of symbolic links, and for ~ of nobody."""
+    try:
+        return Path(name).expanduser().resolve()
+    except (OSError, RuntimeError) as error:
+        raise Refusal(f"{name}: expected a path, found {error}") from None
+
+
 def refuse_existing(directory: Path) -> None:
     """Raise `Refusal` if a directory that is to be made exists and is not an empty one."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         remove = typed("rm", "-r", directory)
         raise Refusal(f"{directory}: exists already; name a new directory, or remove this one first (`{remove}`)")
+
+
+def refuse_unmakeable(directory: Path) -> None:
+    """Raise `Refusal` if a directory cannot be made at its place, as far as permissions tell: before long work."""
+    place = next(parent for parent in directory.absolute().parents if parent.exists())
+    if not place.is_dir():
+        raise _unmakeable(directory, f"{place} is no directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise _unmakeable(directory, f"{place} may not be written")
+
+
+def _unmakeable(directory: Path, why: object) -> Refusal:
+    return Refusal(f"{directory} cannot be made ({why}); name a directory in a place that you may write to")
 
 
 def bytes_below(directory: Path) -> int:
@@ -183,10 +215,14 @@ def bytes_below(directory: Path) -> int:
 def directory_by_rename(final: Path) -> Iterator[Path]:
     """Build a directory under a temporary name; it appears under its own name whole, or not at all.
 
-    Yields the temporary directory. Raises `Refusal` if `final` exists and is not an empty directory.
+    Yields the temporary directory. Raises `Refusal` if `final` exists and is not an empty directory, or if the place
+    has no directories (/proc).
     """
     refuse_existing(final)
-    final.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+    except (FileNotFoundError, NotADirectoryError, FileExistsError) as error:
+        raise _unmakeable(final, error) from None
     temporary = final.with_name(f".{final.name}{PARTIAL_SUFFIX}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:

@@ -41,10 +41,13 @@ def rotate(log: Path, larger_than: int = ROTATE_BYTES) -> bool:
 
 
 def write_whole_lines() -> None:
-    """Have what this process prints come line by line, each with one write, so that no other's line gets into it."""
+    """Have what this process prints come line by line, each with one write, so that no other's line gets into it.
+
+    What the locale cannot show is replaced: a process must not end of it.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)
+            stream.reconfigure(errors="replace", line_buffering=True, write_through=False)
 
 
 class FollowedLog:

@@ -74,6 +74,12 @@ def ran_at(pid: int, unix_s: float) -> bool:
     return boot_s + identity.start_ticks / os.sysconf("SC_CLK_TCK") <= unix_s + 2.0
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP, a terminal's Ctrl-Z) has stopped a process until SIGCONT."""
+    fields = _stat_fields(pid)
+    return fields is not None and fields[0] == "T"
+
+
 _STATES = {"R": "running", "S": "sleeping", "D": "in uninterruptible sleep", "T": "stopped", "Z": "zombie"}
 
 

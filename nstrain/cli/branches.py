@@ -140,6 +140,8 @@ def rollback(
     if done.set_aside:
         print(f"set aside until the line has come as far again: {', '.join(done.set_aside)}")
     if done.to_prepare:
-        cycles = ", ".join(map(str, done.to_prepare))
-        print(f"data cycle {cycles} was deleted; the preparer makes it again from its manifest")
+        cycles, one = ", ".join(map(str, done.to_prepare)), len(done.to_prepare) == 1
+        deleted = f"data cycle {cycles} was" if one else f"data cycles {cycles} were"
+        again = "it again from its manifest" if one else "them again from their manifests"
+        print(f"{deleted} deleted; the preparer makes {again}")
     print(f"next: {typed('nstrain', 'run', run)}")

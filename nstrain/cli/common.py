@@ -9,10 +9,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from nstrain.base.disk import resolved
 from nstrain.base.errors import Refusal
 from nstrain.base.units import parse_tokens
 from nstrain.settings.host_file import host_is_set
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 MADE_FILES = ("run.json", "line.json", "hashes.json")
 """One of them is in every training line, data line and checkpoint."""
@@ -24,30 +29,53 @@ def resolve(name: str) -> Path:
     A bare name lies under host.json's work_root, unless it says a file (.safetensors) or names something here that was
     made: a file, or the directory of a line or a checkpoint. Everything else is a path.
     """
+    place = resolved(name)
     here = Path(name).expanduser()
     bare = os.sep not in name and not here.is_absolute() and name not in ("", ".", "..")
     if not bare or not host_is_set():
-        return here.resolve()
+        return place
     from nstrain.settings.host import load_host
 
     root = load_host().work_root
     is_here = here.suffix == ".safetensors" or here.is_file() or any((here / file).is_file() for file in MADE_FILES)
-    return here.resolve() if root is None or is_here else Path(root) / name
+    return place if root is None or is_here else Path(root) / name
+
+
+LEAST_COLUMNS = 60
+"""What is drawn for people is as wide at least: cells of one letter help nobody, lines that the terminal breaks do."""
+
+
+def console() -> Console:
+    """Standard output for a page. Its reader may go (head, a pager): that is for the program's end to judge."""
+    from rich.console import Console
+
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return _wide_enough(Output())
+
+
+def _wide_enough(console: Console) -> Console:
+    console.width = max(console.width, LEAST_COLUMNS)
+    return console
 
 
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as text, drawn for the width of the terminal (110 columns elsewhere)."""
+    """A table as text, drawn for the width of the terminal (110 columns elsewhere), plainly if it is not of UTF-8."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    drawn = Table(header_style="bold")
+    unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    drawn = Table(header_style="bold", box=box.HEAVY_HEAD if unicode else box.ASCII)
     for index, head in enumerate(heads):
         drawn.add_column(head, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
         drawn.add_row(*row)
     terminal = sys.stdout.isatty()
     out = io.StringIO()
-    console = Console(file=out, width=None if terminal else 110, force_terminal=terminal)
+    console = _wide_enough(Console(file=out, width=None if terminal else 110, force_terminal=terminal))
     console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)  # a path in it stays whole
     console.print(drawn)
     return out.getvalue().rstrip("\n")

@@ -391,7 +391,7 @@ def show(
     rows: Annotated[str, typer.Option(help="A:B, rows A up to but not including B of the cycle's order.")],
     row_tokens: Annotated[int | None, typer.Option(min=1, help="Row length (default: the line's unit).")] = None,
     text: Annotated[bool, typer.Option("--text", help="With the rows' text.")] = False,
-    as_json: AsJson = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines, an object a row.")] = False,
 ) -> None:
     """Show what stands in given rows: source, strata, documents, first tokens."""
     from nstrain.data.line import DataLine
@@ -403,7 +403,7 @@ def show(
     line = DataLine.open(resolve(work))
     for row in show_rows(line, cycle, int(first), int(last), row_tokens or line.unit_tokens, text):
         if as_json:
-            print(json.dumps(row, ensure_ascii=False))
+            print(json.dumps(row))
             continue
         if row["tokens"] is None:
             print(f"row {row['row']}: {row['source']}, window {row['window']} (the cycle's tokens were deleted)")

@@ -194,12 +194,13 @@ def status(
         return
     from rich.console import Console
 
+    from nstrain.cli.common import console
     from nstrain.ops.status_page import render, watch_page
 
     if watch:
         watch_page(place, Console())
     else:
-        Console().print(render(found))
+        console().print(render(found))
 
 
 def lines(
@@ -236,6 +237,7 @@ def stop(
     ] = None,
 ) -> None:
     """Save a checkpoint at the next update and stop; `nstrain run` goes on from there."""
+    from nstrain.ops.status_life import how_to_go_on
     from nstrain.ops.stop import stop_line
 
     began = time.monotonic()
@@ -250,7 +252,8 @@ def stop(
     if stopped.ended:
         print(f"{now.state} at update {now.update}, {human_count(now.tokens)} tokens, checkpoint {now.checkpoint}")
     elif at_cycle_end is None:
-        print(f"asked; the line still runs after {human_seconds(wait_s)}: it stops after its present update")
+        when = how_to_go_on(now.stopped_pids) if now.stopped_pids else "it stops after its present update"
+        print(f"asked; the line still runs after {human_seconds(wait_s)}: {when}")
         raise typer.Exit(int(ExitCode.FAILED))
     else:
         done = "" if now.cycle_progress is None else f", {100 * now.cycle_progress:.0f} % trained"
@@ -271,7 +274,7 @@ def journal(
         if output is None:
             export(opened, form, sys.stdout)
             return
-        with output.open("w", newline="") as file:
+        with output.open("w", newline="", encoding="utf-8") as file:
             rows = export(opened, form, file)
     print(f"{output}: {rows} updates")
 

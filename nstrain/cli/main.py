@@ -5,10 +5,14 @@ Nothing heavy is imported until a command needs it: `--help` and `status` answer
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -67,21 +71,56 @@ def main() -> None:
     """Entry point: runs a command; an error that a person can act on is one message and an exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored (nohup, a shell's &) stays ignored
         signal.signal(signal.SIGINT, _interrupt)
+    output: TextIO | None = sys.stdout
+    if isinstance(output, io.TextIOWrapper) and output.errors == "strict":
+        output.reconfigure(errors="replace")  # what the locale cannot show must not end a command
+    code = _exit_code(_run)
+    if output is not None and code:
+        with contextlib.suppress(OSError):
+            _flush(output)
+    elif output is not None:
+        code = _exit_code(lambda: _flush(output))
+    sys.exit(code)
+
+
+def _exit_code(act: Callable[[], None]) -> int:
+    """Do something; says why it failed, if it did."""
+    told: NstrainError | None
     try:
-        app(standalone_mode=True)
-    except NstrainError as error:
-        print(f"nstrain: {error}", file=sys.stderr)
-        sys.exit(int(error.exit_code))
+        act()
+    except SystemExit as left:
+        return int(left.code or ExitCode.DONE)
     except BrokenPipeError:
         # Whoever read our output has closed it (head, a pager): not an error of ours.
-        sys.stderr.close()
-        sys.exit(int(ExitCode.DONE))
+        return int(ExitCode.DONE)
+    except NstrainError as error:
+        told = error
     except OSError as error:
         told = refused_file(error)
         if told is None:
             raise
-        print(f"nstrain: {told}", file=sys.stderr)
-        sys.exit(int(told.exit_code))
+    else:
+        return int(ExitCode.DONE)
+    print(f"nstrain: {told}", file=sys.stderr)
+    return int(told.exit_code)
+
+
+def _run() -> None:
+    output = sys.stdout
+    try:
+        app(standalone_mode=True)
+    except SystemExit:
+        if sys.stdout is output:
+            raise
+        raise BrokenPipeError from None  # which typer has caught, to wrap the streams and to exit with 1
+
+
+def _flush(output: TextIO) -> None:
+    try:
+        output.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # or Python tries again as it ends, and says 120
+        raise
 
 
 if __name__ == "__main__":

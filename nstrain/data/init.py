@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from nstrain.base.disk import atomic_write_json, directory_by_rename, read_json, refuse_existing
+from nstrain.base.disk import atomic_write_json, directory_by_rename, read_json, refuse_existing, refuse_unmakeable
 from nstrain.base.errors import Refusal
 from nstrain.data.budget import refuse_too_small
 from nstrain.data.calibration import Calibration, calibrate, load_calibration
@@ -115,6 +115,7 @@ def init_line(
     Raises `Refusal`.
     """
     refuse_existing(work)
+    refuse_unmakeable(work)
     for what, number in {"cycles": cycles, "unit_tokens": unit_tokens, "open_files": open_files}.items():
         if number is not None and number < 1:
             raise Refusal(f"{what}: expected a positive whole number, found {number}")

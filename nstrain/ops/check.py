@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -25,22 +26,20 @@ from nstrain.data.cycles import cycles_on_disk
 from nstrain.data.line import DataLine
 from nstrain.data.manifest import cycle_manifest, last_manifest, last_prepared, parent_manifest, refuse_edited_pasts
 from nstrain.data.order import refuse_row_length
-from nstrain.data.room import bytes_to_open, disk_room
 from nstrain.data.rows import read_cycle
 from nstrain.data.sources import PinnedFile, resolve_inside
 from nstrain.data.val import held_out_digest, load_index
 from nstrain.gpu.readings import gpu_of, read_gpus, visible_gpu
 from nstrain.line.checkpoint import (
-    TENSOR_FILES,
     newest_good,
     newest_state,
     read_state,
     refuse_lost_checkpoints,
     refuse_lost_rows,
 )
-from nstrain.line.listing import forecast_of, list_checkpoints
 from nstrain.line.paths import LinePaths
 from nstrain.line.run_json import load_settings, refuse_no_line
+from nstrain.ops.check_disk import refuse_small_disk, states_of_a_checkpoint
 from nstrain.ops.consumer import refuse_shared_entry
 from nstrain.ops.schedule_notes import schedule_notes
 from nstrain.ops.writable import refuse_unwritable
@@ -51,6 +50,7 @@ from nstrain.settings.changes import Changes, settle_changes
 from nstrain.settings.host import load_host
 from nstrain.settings.host_file import host_file
 from nstrain.settings.run import METRICS_VERSION, RunSettings
+from nstrain.train.plan import Position, plan_update
 from nstrain.train.schedule import learning_rate
 
 
@@ -189,8 +189,9 @@ class _Checks:
         )
 
     def updates(self) -> str:
-        sizes = [f"{piece.tokens:,} from {human_count(piece.from_tokens)} on" for piece in self.settings.batch_pieces]
-        text = f"of {', '.join(sizes) if len(sizes) > 1 else format(self.settings.batch_pieces[0].tokens, ',')} tokens"
+        pieces = [next(of_size) for _, of_size in itertools.groupby(self.settings.batch_pieces, lambda p: p.tokens)]
+        sizes = [f"{piece.tokens:,} from {human_count(piece.from_tokens)} on" for piece in pieces]
+        text = f"of {', '.join(sizes) if len(sizes) > 1 else format(pieces[0].tokens, ',')} tokens"
         return "; NOTE: ".join([text, *schedule_notes(self.settings, self.line.schedule)])
 
     def consumer(self) -> str:
@@ -242,21 +243,25 @@ class _Checks:
 
     def rates(self) -> str:
         """Refuses a new line on whose schedule nothing would be learnt; tells where rate and average lead."""
-        settings, begins = self.settings, 0
-        if self._newest_state is not None:
-            begins = self._newest_state[1]["tokens"]
-        end = self.line.total_tokens
+        settings, end, found = self.settings, self.line.total_tokens, self._newest_state
+        start: dict[str, Any] = {"update": 0, "tokens": 0, "position": {"cycle": 1, "row": 0}}
+        state = start if found is None else found[1]
+        begins, next_end = state["tokens"], None
+        if end is None or begins < end:
+            stands = Position(state["update"], state["position"]["cycle"], state["position"]["row"])
+            next_end = plan_update(settings, self.line.cycle_plan(stands.cycle), stands).tokens_after
         edges = [piece.to_tokens for piece in settings.learning_rate if piece.to_tokens is not None]
         edges += [piece.from_tokens + 1 for piece in settings.learning_rate]
-        ahead = [begins + 1, *(edge for edge in edges if edge > begins and (end is None or edge <= end)), end or 0]
-        rates = [learning_rate(settings.learning_rate, position) for position in ahead if position]
+        ahead = [edge for edge in edges if edge > (next_end or begins) and (end is None or edge <= end)]
+        ends = [tokens for tokens in (next_end, *ahead, end) if tokens is not None]
+        rates = [learning_rate(settings.learning_rate, tokens) for tokens in ends]
         first = 0 if settings.branch is None else settings.branch.tokens
         if begins == first and not any(rates):  # one that has trained may have come to the end of its decay
             raise Refusal(
                 f"{self.paths.run_json}: field 'learning_rate': it is 0 from {begins:,} tokens to the schedule's end: "
                 "nothing would be learnt; give it another piece"
             )
-        text = f"{rates[0]:.3g} next, {max(rates):.3g} at most"
+        text = "no update is left" if next_end is None else f"{rates[0]:.3g} next, {max(rates):.3g} at most"
         text += "" if end is None else f", {rates[-1]:.3g} at the end ({human_count(end)} tokens)"
         if settings.ema is None:
             return text + "; no average of the weights"
@@ -372,6 +377,11 @@ class _Checks:
                 _refuse_other_shapes(shapes, file)
         return f"{human_count(self.parameters)} parameters" + ("" if self.newest is None else ", as in the checkpoint")
 
+    def kernels(self) -> str:
+        from nstrain.train.tuned_kernels import use_line_kernels
+
+        return use_line_kernels(self.paths, self.newest)
+
     def device(self) -> str:
         from nstrain.train.device import refuse_missing_device
 
@@ -383,7 +393,7 @@ class _Checks:
         from nstrain.train.host_copy import host_copy_bytes, refusal_of_pinned
 
         assert self.parameters is not None
-        needed_bytes = host_copy_bytes(self.parameters, _states(self.settings))
+        needed_bytes = host_copy_bytes(self.parameters, states_of_a_checkpoint(self.settings))
         free_bytes = available_host_bytes()
         if self.settings.device == "cpu":
             return f"{human_bytes(needed_bytes)} for the copy of a checkpoint, {human_bytes(free_bytes)} free"
@@ -394,7 +404,7 @@ class _Checks:
 
     def disk(self) -> str:
         assert self.parameters is not None
-        return _refuse_small_disk(self.paths, self.settings, self.line, self.parameters)
+        return refuse_small_disk(self.paths, self.settings, self.line, self.parameters)
 
 
 def _refuse_other_shapes(shapes: dict[str, tuple[int, ...]], path: Path) -> None:
@@ -409,62 +419,6 @@ def _refuse_other_shapes(shapes: dict[str, tuple[int, ...]], path: Path) -> None
                 f"{path}: parameter {name!r}: the model has shape {shapes.get(name, 'none')}, the checkpoint "
                 f"{stored.get(name, 'none')}; put back the model package and the configuration that wrote it"
             )
-
-
-def _refuse_small_disk(paths: LinePaths, settings: RunSettings, line: DataLine, parameters: int) -> str:
-    """Compare what the line takes next with what is free; say what it will take by the schedule's end.
-
-    Checkpoints: those up to the next one that is kept (`disk_forecast`). Data: the cycle in use, those ahead and the
-    one being made, and the files that are opened for the next one; beside them the preparer leaves room for
-    checkpoints, also of other lines on the data line.
-    """
-    usage = shutil.disk_usage(paths.root)
-    one = _states(settings) * 4 * parameters
-    checkpoints = list_checkpoints(paths)
-    with_average = settings.ema is not None
-    forecast = forecast_of(
-        checkpoints, settings.checkpoints.keep_last, line.cycle_count, one, usage.free, with_average=with_average
-    )
-    done = next((item.cycle - 1 for item in checkpoints if item.latest and item.cycle), 0)
-    left = settings.data.ahead_cycles + 2 if line.cycle_count is None else line.cycle_count - done
-    cycles = range(done + 1, done + 1 + min(settings.data.ahead_cycles + 2, left))
-    to_make = [number for number in cycles if not line.is_ready(number)]
-    data_bytes = sum(line.cycle_bytes(number) for number in to_make)
-    data_bytes += bytes_to_open(line, to_make[0]) if to_make else 0
-    others = {run: room for run, room in disk_room(line).for_checkpoints.items() if Path(run) != paths.root}
-    beside = f" and room for the next checkpoints of {', '.join(others)}" if others else ""
-    needs = [
-        (paths.root, forecast.next_bytes, f"checkpoints of {human_bytes(forecast.checkpoint_bytes)}"),
-        (line.work, data_bytes + sum(others.values()), f"{len(cycles)} data cycles with opened files{beside}"),
-    ]
-    one_disk = paths.root.stat().st_dev == line.work.stat().st_dev
-    if one_disk:
-        needs = [(paths.root, needs[0][1] + needs[1][1], f"{needs[0][2]} and {needs[1][2]}")]
-    for place, needed_bytes, what in needs:
-        free_bytes = shutil.disk_usage(place).free
-        if free_bytes < needed_bytes:
-            raise Refusal(
-                f"{place}: the line will soon take {human_bytes(needed_bytes)} more ({what}), "
-                f"{human_bytes(free_bytes)} are free there; free space, or keep less "
-                "(checkpoints.keep_last, data.ahead_cycles in run.json)"
-            )
-    soon = "; ".join(f"{human_bytes(needed)} more soon ({what})" for _, needed, what in needs if needed)
-    if forecast.end_bytes is None:
-        end = f"each data cycle keeps another checkpoint: {forecast.cycles_that_fit:,} fit"
-    elif forecast.fits_end:
-        end = f"checkpoints up to the schedule's end: {human_bytes(forecast.end_bytes)}"
-    else:
-        end = (
-            f"the schedule's end does NOT fit: its checkpoints take {human_bytes(forecast.end_bytes)}, "
-            f"{forecast.cycles_that_fit:,} more cycles do (remove some with `nstrain checkpoints` on the way)"
-        )
-    first = "; the preparer leaves the checkpoints their part" if one_disk and forecast.next_bytes else ""
-    return f"{soon or 'no more soon'}{first}; {human_bytes(usage.free)} free; {end}"
-
-
-def _states(settings: RunSettings) -> int:
-    """fp32 tensors that a checkpoint holds for each parameter: value, two moments, and the average if one is kept."""
-    return len(TENSOR_FILES) + (settings.ema is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -486,7 +440,7 @@ CHECKS = (
     _Check("data cycles", _Checks.data_cycles, True, ("settings", "data line")),
     _Check("held-out text", _Checks.held_out_index, True, ("data line",)),
     _Check("journal", _Checks.journal, True, ("settings",)),
-    _Check("learning rate", _Checks.rates, True, ("settings", "data line")),
+    _Check("learning rate", _Checks.rates, True, ("settings", "data line", "row lengths")),
     _Check("gpu reader", _Checks.gpu_reader, True, ("run.json",)),
     _Check("notify", _Checks.notify, True),
     _Check("tokenizer", _Checks.tokenizer, False, ("data line",)),
@@ -495,6 +449,7 @@ CHECKS = (
     _Check("checkpoint", _Checks.checkpoint, False),
     _Check("resume", _Checks.resume, False, ("settings", "data line", "checkpoint")),
     _Check("model", _Checks.model, False, ("data line",)),
+    _Check("kernels", _Checks.kernels, False, ("checkpoint",)),
     _Check("device", _Checks.device, False, ("run.json",)),
     _Check("host memory", _Checks.host_memory, False, ("model",)),
     _Check("disk", _Checks.disk, False, ("data cycles", "model")),

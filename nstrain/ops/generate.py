@@ -17,6 +17,9 @@ from nstrain.base.commands import typed
 from nstrain.base.errors import Refusal
 from nstrain.data.encode import Encoder
 from nstrain.data.line import DataLine
+from nstrain.gpu.borrowed import borrowed_gpu
+from nstrain.gpu.lease import refuse_other_gpu, this_gpu
+from nstrain.gpu.readings import gpu_on
 from nstrain.line.checkpoint import newest_good, read_state, verify_checkpoint
 from nstrain.line.paths import LinePaths
 
@@ -101,11 +104,11 @@ def generate(
 
     `data` is the data line whose tokenizer is used (default: the one that the weights were trained on). At temperature
     0 each token is the most probable one; else it is drawn, keyed by the seed, from the `top_k` most probable ones.
-    `on_token(done)` is called after each. Raises `Refusal` for weights, a tokenizer, a prompt or a length that do not
-    give a continuation.
+    `on_token(done)` is called after each. A GPU is borrowed meanwhile. Raises `Refusal` for weights, a tokenizer, a
+    prompt or a length that do not give a continuation, and `GpuTaken` if somebody is on the GPU.
     """
     from nstrain.train.generation import Sampling, continue_tokens  # torch stands behind these
-    from nstrain.train.model import load_model
+    from nstrain.train.model import load_model, refuse_no_cuda
 
     sampling = Sampling(temperature, top_k, seed)
     if tokens < 1:
@@ -115,16 +118,20 @@ def generate(
     found = find_weights(place)
     encoder = _encoder(found, data)
     prompt_tokens = [encoder.eos_id, *map(int, encoder.encode([prompt], {})[0])]
-    model = load_model(found.weights, found.config, device)
-    if model.config.vocab_size < encoder.vocabulary.size:
-        raise Refusal(
-            f"{encoder.where}: has {encoder.vocabulary.size:,} token ids, the model of {found.weights} "
-            f"{model.config.vocab_size:,}: it is not the tokenizer that this model was trained with"
-        )
+    refuse_no_cuda(device)
     chosen = []
-    for token in continue_tokens(model, prompt_tokens, tokens, sampling, encoder.vocabulary.size, encoder.eos_id):
-        chosen.append(token)
-        on_token(len(chosen))
+    with borrowed_gpu(gpu_on(device)) as gpu:  # before torch touches it: a trainer stops that sees another there
+        if gpu is not None:
+            refuse_other_gpu(gpu.uuid, this_gpu())
+        model = load_model(found.weights, found.config, device)
+        if model.config.vocab_size < encoder.vocabulary.size:
+            raise Refusal(
+                f"{encoder.where}: has {encoder.vocabulary.size:,} token ids, the model of {found.weights} "
+                f"{model.config.vocab_size:,}: it is not the tokenizer that this model was trained with"
+            )
+        for token in continue_tokens(model, prompt_tokens, tokens, sampling, encoder.vocabulary.size, encoder.eos_id):
+            chosen.append(token)
+            on_token(len(chosen))
     ids = [token.id for token in chosen]
     at_end = ids[-1] == encoder.eos_id
     return Generation(

@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from nstrain.base.disk import resolved
 from nstrain.base.errors import NstrainError, Refusal
 from nstrain.base.units import human_count, human_seconds
 from nstrain.ops.status import Status, status
+from nstrain.ops.status_life import silence
 
 DEEPEST = 4
 """Directories below the one that is looked into."""
@@ -38,6 +40,8 @@ class FoundLine:
         waits = ""
         if now.waiting_for is not None:
             waits = now.waiting_for + ("" if now.preparer_failure is None else f": {now.preparer_failure}")
+        elif now.silent_s is not None:
+            waits = silence(now.silent_s, now.budget_s)
         elif now.state == "failed":
             waits = now.reason or ""
         elif now.alarms:
@@ -56,9 +60,10 @@ class FoundLine:
 
 
 def lines_root(given: str | None) -> Path:
-    """The directory to look into: the one given, or host.json's work_root. Raises `Refusal` if there is neither."""
+    """The directory to look into: the one given, or host.json's work_root. Raises `Refusal` if there is neither, or no
+    path in what was given."""
     if given is not None:
-        return Path(given).expanduser().resolve()
+        return resolved(given)
     from nstrain.settings.host_file import host_file, host_is_set
 
     if host_is_set():

@@ -45,6 +45,7 @@ from nstrain.ops.status_data import (
     read_schedule,
     ready_cycles,
 )
+from nstrain.ops.status_life import silent_for, stopped_of
 from nstrain.ops.status_record import DEFAULT_LOSS_JUMP, Record, read_record
 
 State = Literal["new", "running", "waiting", "stopped", "failed", "done"]
@@ -94,13 +95,13 @@ class Status:
     loss: float | None
     """The last update's loss in nats a token."""
     tokens_per_s: float | None
-    """None while it does not run."""
+    """None while it does not run, and while `silent_s` says that it may hang."""
     cycle: int | None
     """The data cycle in use, or the last one that was."""
     checkpoint: str | None
     """The checkpoint that the line would go on from."""
     eta_s: float | None
-    """Seconds to the end at the present speed; None while it does not run."""
+    """Seconds to the end at the present speed; None as `tokens_per_s` is."""
     waiting_for: str | None
     """What it waits for."""
     waiting_since: float | None
@@ -112,6 +113,14 @@ class Status:
     preset: str
     stage: str | None
     """What the trainer does now."""
+    heartbeat_at: float | None
+    """When the trainer last said so (unix seconds); None: none runs, or it has not begun."""
+    budget_s: float | None
+    """Seconds from then within which it must say something again, or is ended as one that hangs."""
+    silent_s: float | None
+    """Seconds since then, if they are more than they should be; else None."""
+    stopped_pids: tuple[int, ...]
+    """Processes of the line that a signal (SIGSTOP) has stopped, until `kill -CONT`."""
     stopping: bool
     """Whether a stop has been asked for and not happened yet."""
     learning_rate: float | None
@@ -133,13 +142,15 @@ class Status:
     losses: tuple[float, ...]
     """The course of the last updates' losses: means of equal stretches, oldest first."""
     loss_trend: float | None
-    """By how much the mean loss of the last hundred updates is above that of the hundred before."""
+    """By how much the mean loss of the last `trend_updates` updates is above that of as many before."""
+    trend_updates: int
+    """At most a hundred; 0: too few for a trend."""
     validation: dict[str, float | None]
     """The last validation's losses by name (`nstrain journal` has all readings); None for one that is not finite."""
     validated_update: int | None
     """The update they belong to."""
     validation_before: dict[str, float | None]
-    """The same of the regular validation before it."""
+    """The same of the regular validation before it; empty if that read rows of another training length."""
     validated_before: int | None
     """The update of that one."""
     alarms: tuple[str, ...]
@@ -199,23 +210,32 @@ def status(run: Path) -> Status:
     own = [item for item in now.checkpoints if not item.set_aside]
     stop = read_stop(paths)
     ahead = None if now.schedule is None else now.schedule.ready_beyond(tokens, now.cycles_ready)
-    speed = record.tokens_per_s if live else None
+    silent_s = silent_for(live, last.get("time/update_s"))
+    moving = live if silent_s is None else None
+    speed = record.tokens_per_s if moving else None
+    pid = supervised.supervisor.pid if supervised else None
+    trainer_pid = live.pid if live else supervised.trainer_pid if supervised else None
+    preparer_pid = None if now.preparer is None else now.preparer.pid
     return Status(
         state=state,
         update=update,
         tokens=tokens,
         tokens_total=now.tokens_total,
         loss=_finite(live.loss if live and live.loss is not None else last.get("train/loss")),
-        tokens_per_s=live.tokens_per_s if live else None,
+        tokens_per_s=moving.tokens_per_s if moving else None,
         cycle=now.cycle(),
         checkpoint=now.checkpoint,
-        eta_s=live.eta_s if live else None,
+        eta_s=moving.eta_s if moving else None,
         waiting_for=waiting_for,
         waiting_since=waiting_since,
         reason=reason,
         run=str(paths.root),
         preset=settings.preset,
         stage=live.stage if live else None,
+        heartbeat_at=live.time if live else None,
+        budget_s=live.budget_s if live else None,
+        silent_s=silent_s,
+        stopped_pids=stopped_of(pid, trainer_pid, preparer_pid),
         stopping=state in ("running", "waiting") and (stop_requested(paths) or bool(live and live.stage == "stopping")),
         learning_rate=_finite(live.learning_rate if live and live.learning_rate else last.get("train/learning_rate")),
         cycle_progress=live.cycle_progress if now.trains() and live else None,
@@ -227,15 +247,16 @@ def status(run: Path) -> Status:
         checkpoint_at=next((item.written_at for item in own if item.latest), None),
         losses=record.losses,
         loss_trend=_finite(record.loss_trend),
+        trend_updates=record.trend_updates,
         validation={name: _finite(value) for name, value in record.validation.items()},
         validated_update=record.validated_update,
         validation_before={name: _finite(value) for name, value in record.validation_before.items()},
         validated_before=record.validated_before,
         alarms=record.alarms,
         differences=record.differences,
-        pid=supervised.supervisor.pid if supervised else None,
-        trainer_pid=live.pid if live else supervised.trainer_pid if supervised else None,
-        preparer_pid=None if now.preparer is None else now.preparer.pid,
+        pid=pid,
+        trainer_pid=trainer_pid,
+        preparer_pid=preparer_pid,
         ahead_tokens=ahead,
         ahead_s=None if ahead is None or not speed else ahead / speed,
         stop_at_cycle_end=None if stop is None else stop.at_cycle_end,
@@ -303,7 +324,7 @@ def _look(paths: LinePaths, settings: _Settings) -> _Now:
         checkpoints=list_checkpoints(paths),
         schedule=schedule,
         tokens_total=seen_total if schedule is None else schedule.total_tokens,
-        preparer=read_preparer(settings.work),
+        preparer=read_preparer(settings.work, supervisor.preparer_pid if supervisor and supervisor.running() else None),
         cycles_ready=ready_cycles(settings.work),
     )
 
@@ -352,8 +373,7 @@ class _Now:
                 f"machine went down; {self._goes_on()}"
             )
         if state.outcome == "done" and self.schedule is not None and not self.schedule.ends_at(self.position()[1]):
-            what = "it was rolled back" if self.record.rolled_back else "its data line has grown"
-            return "stopped", f"{what} since it was done; {self._goes_on()}"
+            return "stopped", f"its data line has grown since it was done; {self._goes_on()}"
         return state.outcome, state.reason
 
     def _goes_on(self) -> str:

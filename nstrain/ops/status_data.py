@@ -86,11 +86,14 @@ class PreparerNow:
         return words.get(self.stage, self.stage)
 
 
-def read_preparer(work: Path) -> PreparerNow | None:
-    """What the preparer does; None if none lives."""
+def read_preparer(work: Path, of_supervisor: int | None = None) -> PreparerNow | None:
+    """What the preparer does; None if none lives. `of_supervisor` is the pid of one that a supervisor says to run.
+
+    Another one counts if it ran already when its file was written, by this machine's clock.
+    """
     value = read_plain(work / "preparer.json")
     try:
-        if not value or not ran_at(int(value["pid"]), float(value["since"])):
+        if not value or not (value["pid"] == of_supervisor or ran_at(int(value["pid"]), float(value["since"]))):
             return None
         return PreparerNow(
             int(value["pid"]),

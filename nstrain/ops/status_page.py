@@ -17,7 +17,7 @@ from nstrain.base.errors import Interrupted
 from nstrain.base.units import human_bytes, human_count, human_seconds
 from nstrain.ops.status import DiskUse, State, Status
 from nstrain.ops.status import status as read_status
-from nstrain.ops.status_record import TREND_UPDATES
+from nstrain.ops.status_life import how_to_go_on, silence
 from nstrain.record.alarms import in_short
 
 STATE_STYLE: dict[State, str] = {
@@ -74,7 +74,9 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
     if status.reason:
         rows.append(("why", Text(status.reason, style="red" if status.state == "failed" else "")))
     if status.waiting_for:
-        since = "" if status.waiting_since is None else f", for {human_seconds(time.time() - status.waiting_since)}"
+        since = (
+            "" if status.waiting_since is None else f", for {human_seconds(max(0, time.time() - status.waiting_since))}"
+        )
         rows.append(("waiting for", Text(status.waiting_for + since, style="yellow")))
     if status.stop_at_cycle_end is not None:
         rows.append(("asked", Text(f"to stop at the end of cycle {status.stop_at_cycle_end}", style="yellow")))
@@ -87,6 +89,10 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
     if status.stage is not None:
         beside = "" if status.gpu_others is None else f", beside {status.gpu_others}"
         rows.append(("stage", status.stage.replace("_", " ") + beside))
+    if status.silent_s is not None:
+        rows.append(("", Text(silence(status.silent_s, status.budget_s), style="yellow")))
+    if status.stopped_pids:
+        rows.append(("", Text(how_to_go_on(status.stopped_pids), style="yellow")))
     rows.append(("update", _training(status)))
     if status.losses:
         rows.append(("loss", _loss_curve(status)))
@@ -133,7 +139,8 @@ def _loss_curve(status: Status) -> Text:
     step = (high - low) / (len(BARS) - 1) or 1.0
     text = Text("".join(BARS[round((loss - low) / step)] for loss in status.losses), style="cyan")
     if status.loss_trend is not None:
-        text.append(f"  {status.loss_trend:+.4f} in the last {TREND_UPDATES} updates", style="")
+        number = status.trend_updates
+        text.append(f"  {status.loss_trend:+.4f}, the last {number} updates against the {number} before", style="")
     return text
 
 

@@ -13,10 +13,10 @@ from nstrain.base.errors import Refusal
 from nstrain.line.paths import LinePaths
 from nstrain.record.alarms import firing_alarms, loss_alarms
 from nstrain.record.journal import Journal
-from nstrain.record.journal_reader import FIRST_GENERATION, PARENTS_GENERATION, JournalReader, Row
+from nstrain.record.journal_reader import PARENTS_GENERATION, JournalReader, Row
 
 TREND_UPDATES = 100
-"""The loss's trend is the mean of so many updates against the mean of as many before."""
+"""The loss's trend is the mean of at most so many updates against the mean of as many before."""
 
 CURVE_POINTS = 40
 """Points of the small loss curve."""
@@ -36,14 +36,16 @@ class Record:
     losses: tuple[float, ...] = ()
     """The last 2 * TREND_UPDATES updates' losses, as means of equal stretches, oldest first."""
     loss_trend: float | None = None
-    """Mean loss of the last TREND_UPDATES updates less that of as many before; None while there are too few."""
+    """Mean loss of the last `trend_updates` updates less that of as many before; None while there are too few."""
+    trend_updates: int = 0
+    """TREND_UPDATES, or half of the updates that there are."""
     tokens_per_s: float | None = None
     """Median speed of the last updates that were trained."""
     validation: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """The last validation's losses by name: of sources, mix and mean, and of the averaged weights (`ema/`)."""
     validated_update: int | None = None
     validation_before: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """The same of the regular validation before it, if there was one."""
+    """The same of the regular validation before it, if there was one and it read the same rows."""
     validated_before: int | None = None
     """The update of that one."""
     alarms: tuple[str, ...] = ()
@@ -52,8 +54,6 @@ class Record:
     """Replayed updates that differed from their row."""
     unreadable: bool = False
     """Whether it is damaged where it was read; the alarm says what and what to do."""
-    rolled_back: bool = False
-    """Whether the line was rolled back and has not been trained since."""
 
     @property
     def is_parents(self) -> bool:
@@ -86,11 +86,13 @@ def _read(paths: LinePaths, validation_every: int, loss_jump: float) -> Record:
         )
         before = _validated_before(journal, validated, validation_every)
         losses = [row["train/loss"] for row in recent if _is_trained(row)]
+        trend_updates = min(TREND_UPDATES, len(losses) // 2) if len(losses) >= TREND_UPDATES // 2 else 0
         speeds = [row["perf/tokens_per_s"] for row in recent[-20:] if "perf/tokens_per_s" in row]
         return Record(
             last=last,
             losses=_curve(losses),
-            loss_trend=_trend(losses),
+            loss_trend=_trend(losses, trend_updates) if trend_updates else None,
+            trend_updates=trend_updates,
             tokens_per_s=statistics.median(speeds) if speeds else None,
             validation=_losses_of(validated or {}),
             validated_update=None if validated is None else int(validated["update"]),
@@ -98,7 +100,6 @@ def _read(paths: LinePaths, validation_every: int, loss_jump: float) -> Record:
             validated_before=None if before is None else int(before["update"]),
             alarms=_alarms(recent, validated, loss_jump),
             differences=journal.differences(),
-            rolled_back=journal.generation_at(update + 1) > max(FIRST_GENERATION, last["generation"]),
         )
 
 
@@ -115,12 +116,17 @@ def _last_validated(rows: Iterable[Row]) -> Row | None:
 
 
 def _validated_before(journal: JournalReader, validated: Row | None, every: int) -> Row | None:
-    """The row of the last regular validation before another one."""
+    """The row of the last regular validation before another one, if both are of one row length.
+
+    Where the length changes, a validation goes on under names of before with other rows (docs/reference/metrics.md).
+    """
     if validated is None or validated["update"] < 1:
         return None
     earlier = int(validated["update"] - 1) // every * every
     row = next(journal.rows(from_update=earlier), None)
-    return row if row is not None and row["update"] == earlier else None
+    if row is None or row["update"] != earlier or row.get("row_tokens") != validated.get("row_tokens"):
+        return None
+    return row
 
 
 def _losses_of(row: Mapping[str, float]) -> dict[str, float]:
@@ -133,11 +139,8 @@ def _curve(losses: Sequence[float]) -> tuple[float, ...]:
     return tuple(statistics.fmean(losses[a:b]) for a, b in itertools.pairwise(cuts))
 
 
-def _trend(losses: Sequence[float]) -> float | None:
-    if len(losses) < TREND_UPDATES // 2:
-        return None
-    half = min(TREND_UPDATES, len(losses) // 2)
-    return statistics.fmean(losses[-half:]) - statistics.fmean(losses[-2 * half : -half])
+def _trend(losses: Sequence[float], updates: int) -> float:
+    return statistics.fmean(losses[-updates:]) - statistics.fmean(losses[-2 * updates : -updates])
 
 
 def _alarms(recent: Sequence[Row], validated: Row | None, loss_jump: float) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """`nstrain verify`: whether every byte of a line's checkpoints is as it was written, and the line can go on.
 
-Nothing is written and no lock is taken. Of a line that runs, a checkpoint that its retention removes meanwhile is no
-finding.
+Nothing is written and no lock is taken. Of a line that runs, what its trainer commits and its retention removes
+meanwhile is no finding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nstrain.data.val import held_out_digest, load_index
 from nstrain.data.verify import Verified
 from nstrain.line.checkpoint import read_latest, read_state, verify_checkpoint
 from nstrain.line.listing import ListedCheckpoint, list_checkpoints
-from nstrain.line.paths import REPLACED_SUFFIX, LinePaths
+from nstrain.line.paths import REPLACED_SUFFIX, LinePaths, checkpoint_name
 from nstrain.line.run_json import load_settings, refuse_no_line
 from nstrain.record.damage import FROM_A_COPY, sqlite_errors_named
 from nstrain.record.journal import Journal
@@ -68,7 +68,12 @@ class _Looks:
     def __init__(self, paths: LinePaths, progress: Callable[[str], None]) -> None:
         self.paths, self.progress = paths, progress
         self.found: list[Verified] = []
-        self.goes_on_from: str | None = None
+        self._named: int | None = None
+        """The update that `latest` names."""
+        self._goes_on_from: int | None = None
+        """The newest sound one up to it."""
+        self._states: dict[int, dict[str, Any]] = {}
+        """state.json of the sound checkpoints by their update: what is looked at may be removed meanwhile."""
 
     def look(self, what: str, check: Callable[[], str]) -> bool:
         self.progress(what)
@@ -80,28 +85,51 @@ class _Looks:
         return self.found[-1].ok
 
     def checkpoints(self) -> None:
-        latest = read_latest(self.paths)
-        for item in list_checkpoints(self.paths):
-            place = (self.paths.set_aside if item.set_aside else self.paths.checkpoints) / item.name
-            what = f"{place.parent.name}/{item.name}"
-            sound = self.look(what, lambda place=place, item=item: _intact(place, item))  # type: ignore[misc]
-            if not sound and not place.exists():
-                self.found[-1] = Verified(what, True, "removed by the line meanwhile")
-            elif sound and not item.set_aside and (latest is None or item.update <= latest):
-                self.goes_on_from = item.name
+        """Look at all there are, and at the one that the line has committed since, if it has."""
+        listed = list_checkpoints(self.paths)
+        for item in listed:
+            self._checkpoint(item)
+        looked_at = {item.update for item in listed if not item.set_aside}
+        while (named := read_latest(self.paths)) is not None and named not in looked_at:
+            looked_at.add(named)
+            for item in list_checkpoints(self.paths):
+                if item.update == named and not item.set_aside:
+                    self._checkpoint(item)
+            if named in self._states:
+                break
+        self._named = named
+        self._goes_on_from = max((u for u in self._states if named is None or u <= named), default=None)
+
+    @property
+    def goes_on_from(self) -> str | None:
+        return None if self._goes_on_from is None else checkpoint_name(self._goes_on_from)
+
+    def _checkpoint(self, item: ListedCheckpoint) -> None:
+        place = (self.paths.set_aside if item.set_aside else self.paths.checkpoints) / item.name
+
+        def intact() -> str:
+            verify_checkpoint(place)
+            if not item.set_aside:
+                self._states[item.update] = read_state(place)
+            return _described(item)
+
+        what = f"{place.parent.name}/{item.name}"
+        if not self.look(what, intact) and not place.exists():
+            self.found[-1] = Verified(what, True, "removed by the line meanwhile")
 
     def latest(self) -> str:
-        latest = read_latest(self.paths)
-        if latest is None:
+        if self._named is None:
             if self.paths.checkpoint_updates():
                 raise Refusal(f"{self.paths.latest}: names no checkpoint")
             return "no checkpoint yet: the line begins"
-        name = self.paths.checkpoint(latest).name
+        name = checkpoint_name(self._named)
         if self.goes_on_from != name:
             instead = self.goes_on_from or "nothing: the line cannot go on"
             raise Refusal(f"{name} is not sound; a start would go on from {instead}")
-        beyond = [update for update in self.paths.checkpoint_updates() if update > latest]
-        more = f"; {len(beyond)} beyond it go with the next commit" if beyond else ""
+        there = self.paths.checkpoint_updates()
+        committed = max(self._named, read_latest(self.paths) or 0)
+        beyond = sum(1 for update in there if update > committed)
+        more = f"; {beyond} beyond it go with the next commit" if beyond else ""
         return f"{name}{more}"
 
     def leftovers(self) -> str:
@@ -163,19 +191,18 @@ class _Looks:
         return f"{human_count(len(updates))} rows" + (f", up to update {updates[-1]}" if updates else "")
 
     def _state(self) -> dict[str, Any]:
-        assert self.goes_on_from is not None
-        return read_state(self.paths.checkpoints / self.goes_on_from)
+        """state.json of the checkpoint that the line goes on from."""
+        assert self._goes_on_from is not None
+        return self._states[self._goes_on_from]
 
     def _data(self) -> DataLine:
         settings: RunSettings = load_settings(self.paths)
         return DataLine.open(Path(settings.data.work))
 
 
-def _intact(path: Path, item: ListedCheckpoint) -> str:
-    verify_checkpoint(path)
-    if not item.set_aside:
-        read_state(path)
-    return f"{human_bytes(item.bytes)}, {item.reason}, {'kept' if item.kept else 'rolling'}"
+def _described(item: ListedCheckpoint) -> str:
+    kind = dict.fromkeys((str(item.reason), "kept" if item.kept else "rolling"))  # "rolling" is a reason, too
+    return f"{human_bytes(item.bytes)}, {', '.join(kind)}"
 
 
 def _refuse_other_order(data: DataLine, pinned: Mapping[str, Any]) -> str:

@@ -143,10 +143,9 @@ def _spent_note(name: str, changes: Changes, spent: Mapping[str, int]) -> str:
 def _grown(old: Any, new: Any) -> bool:
     """Whether a list of pieces kept all it had: its last piece may have been given an end that was open before.
 
-    One number of tokens an update is a ramp of one piece.
+    One number of tokens an update is a ramp of one piece, whichever way it is written.
     """
-    if isinstance(old, int):
-        old = [{"from": 0, "to": None, "tokens": old}]
+    old, new = ([{"from": 0, "to": None, "tokens": found}] if isinstance(found, int) else found for found in (old, new))
     if not (isinstance(old, list) and isinstance(new, list) and 0 < len(old) <= len(new)):
         return False
     last = dict(new[len(old) - 1])

@@ -154,5 +154,5 @@ def describe_exit(code: int) -> str:
 
 def write_log_line(log: Path, text: str) -> None:
     """Append a line of the supervisor's own to run.log; a full disk must not end a line that still trains."""
-    with contextlib.suppress(OSError), log.open("a") as file:
+    with contextlib.suppress(OSError), log.open("a", errors="replace") as file:
         file.write(f"{SUPERVISOR_PREFIX}{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")

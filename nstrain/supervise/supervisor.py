@@ -407,6 +407,8 @@ class Supervisor:
         request: StopRequest | None = read_stop(self.paths)
         if request is None:
             return "stopped by a signal to the trainer that did not come from its supervisor"
+        if request.at_cycle_end is not None:
+            return f"stopped at the end of cycle {request.at_cycle_end}, as asked"
         return "stopped by the file STOP" if request.by_pid is None else f"stopped by process {request.by_pid}"
 
     # ---- the end, and being seen -----------------------------------------------------------------------------------

@@ -124,9 +124,9 @@ def restore(engine: Engine, checkpoint: Checkpoint, where: str, average_from_tok
         kinds = (*kinds, "ema")
     for kind in kinds:
         engine.flat.refuse_other_shapes(kind, checkpoint.tensors[kind], where)
+    use_kernels(checkpoint.state.get("kernels", {}), where)
     for kind in kinds:
         engine.flat.load(kind, checkpoint.tensors[kind], where)
-    use_kernels(checkpoint.state.get("kernels", {}))
     engine.restored(OptimizerCounts(**checkpoint.state["optimizer"]))
 
 

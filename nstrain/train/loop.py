@@ -90,6 +90,7 @@ class Trainer:
         self._heartbeat = Heartbeat(
             time.time(), os.getpid(), "starting", state.position.update, state.tokens, data.total_tokens
         )
+        self._beaten_at = time.monotonic()  # the heartbeat's own time is a clock's, which may be set back
 
     # ---- the two ways to begin -------------------------------------------------------------------------------------
 
@@ -331,7 +332,7 @@ class Trainer:
     def _still_validating(self) -> None:
         if self._heartbeat.stage == "capturing":  # one row through each probe is a part of that
             return
-        if time.time() - self._heartbeat.time >= VALIDATING_BEAT_S:
+        if time.monotonic() - self._beaten_at >= VALIDATING_BEAT_S:
             self.beat("validating")
 
     def _commit(self, update: int, row: Row) -> None:
@@ -418,4 +419,5 @@ class Trainer:
             gpu_others=None if self.gpu is None else self.gpu.others,
             slow_saving=self._saver.slow,
         )
+        self._beaten_at = time.monotonic()
         write_heartbeat(self.paths, self._heartbeat)

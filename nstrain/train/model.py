@@ -1,14 +1,17 @@
 """The one door to the model package: building or loading a model, its presets, and holding a model to its contract.
 
-Any model that satisfies `TrainableModel` can be trained. host.json's `neuronspark` may name another package than the
-one that comes along; everything else in nstrain meets the model through this file.
+Any package that satisfies `ModelPackage`, whose models satisfy `TrainableModel`, can be trained. host.json's
+`neuronspark` may name another than the one that comes along; everything else in nstrain meets the model through this
+file. What a package may offer beside that is asked for by name: `load_weights` and a `DecodableModel` to generate,
+`probe` (`ProbedModel`) for readings, costs for `model show` and bench, `kernel_table`, `use_kernels` and
+`KERNEL_OPERATORS` for kernels of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -58,6 +61,48 @@ class TrainableModel(Protocol):
 
     def absent_readings(self) -> Mapping[str, str]:
         """Readings of layers that the model does not have, by name (KIND/* for all of a kind), and why."""
+
+
+class ModelConfiguration(Protocol):
+    """The sizes of a model, as run.json's `model.config` has them; `rope_max_seq_len` is the longest row it reads."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the vocabulary; token ids are below it."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfiguration:
+        """From `to_dict`'s values. Raises `ValueError` naming the field for what makes no model."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by name, as JSON-serialisable values."""
+
+    def with_vocabulary(self, token_count: int) -> ModelConfiguration:
+        """The same model for so many token ids; it may have more rows than that."""
+
+
+class ModelPackage(Protocol):
+    """What a model package has, by these very names; the attributes of the package itself."""
+
+    @property
+    def ModelConfig(self) -> type[ModelConfiguration]:  # noqa: N802 - a class
+        """The class of its configurations."""
+
+    def NeuronSpark(  # noqa: N802 - a class
+        self, config: Any, device: torch.device, /, *, seed: int | None
+    ) -> TrainableModel:
+        """The model of a configuration on a device: a CPU, a GPU, or "meta", which holds shapes and no values.
+
+        Starting values are a function of configuration and seed alone. With `seed=None` the parameters have whatever
+        values are there: a checkpoint's replace them all, and drawing them would take longer than reading those. A
+        checkpoint holds parameters only, so nothing else of the model may depend on the seed.
+        """
+
+    def preset_names(self) -> list[str]:
+        """The names of its presets, sorted."""
+
+    def load_preset(self, name: str, /) -> ModelConfiguration:
+        """A preset by its name. Raises `ValueError` if there is none."""
 
 
 @runtime_checkable
@@ -139,9 +184,9 @@ def build(settings: ModelSettings, vocab_size: int, device: torch.device | str, 
     """The model of run.json on a device, with its initial weights; without a seed with none, for a checkpoint's.
 
     Raises `Refusal` if the configuration is not one of the model package's, or has fewer vocabulary rows than the
-    data line has token ids.
+    data line has token ids, and for a package that cannot do without a seed.
     """
-    neuronspark = _package()
+    neuronspark: ModelPackage = _package()
     try:
         config = neuronspark.ModelConfig.from_dict(settings.config)
     except ValueError as error:
@@ -151,6 +196,13 @@ def build(settings: ModelSettings, vocab_size: int, device: torch.device | str, 
             f"run.json: field 'model.config.vocab_size' is {config.vocab_size:,}, but the data line has {vocab_size:,} "
             "token ids; make the line anew for this data"
         )
+    try:  # always: what a line cannot go on without is told before it begins
+        neuronspark.NeuronSpark(config, torch.device("meta"), seed=None)
+    except Exception as error:
+        raise Refusal(
+            f"the model package in {package_directory()} makes no model without starting values, which going on from "
+            f"a checkpoint asks for: NeuronSpark(config, device, seed=None) raises {error!r} on the device meta"
+        ) from error
     return neuronspark.NeuronSpark(config, torch.device(device), seed=seed)
 
 
@@ -165,10 +217,31 @@ def kernel_table() -> dict[str, Any]:
     return dict(table)
 
 
-def use_kernels(table: Mapping[str, Any]) -> None:
-    """Have the model's kernels run with the launch configurations of an earlier `kernel_table`."""
-    if table:
-        _package().use_kernels(table)
+def use_kernels(
+    table: Mapping[str, Any],
+    where: str,
+    remedy: str = "go on with the nstrain and the model package that wrote it",
+) -> None:
+    """Have the model's kernels run with the launch configurations of an earlier `kernel_table`.
+
+    Raises `Refusal`, saying `where` the table is and the `remedy`, if it is not one of this package's kernels.
+    """
+    if not table:
+        return
+    package = _package("use_kernels")
+    try:
+        package.use_kernels(table)
+    except ValueError as error:
+        raise Refusal(
+            f"{where}: its kernels' launch configurations do not fit the model package in {package.__path__[0]}: "
+            f"{error}; {remedy}"
+        ) from None
+
+
+def kernel_choice() -> str | None:
+    """Which of its implementations the model package was told to run; None for one that has no such choice."""
+    choice: Callable[[], str | None] = getattr(_package(), "kernel_choice", lambda: None)
+    return choice()
 
 
 def kernel_operators() -> dict[str, str]:
@@ -199,11 +272,17 @@ def preset_config(preset: str, vocab_size: int) -> dict[str, Any]:
 
     Raises `Refusal` naming the presets there are.
     """
-    neuronspark = _package()
+    neuronspark: ModelPackage = _package()
     names = neuronspark.preset_names()
     if preset not in names:
         raise Refusal(f"no preset is called {preset!r}; there are: {', '.join(names)}")
     return dict(neuronspark.load_preset(preset).with_vocabulary(vocab_size).to_dict())
+
+
+def refuse_no_cuda(device: str) -> None:
+    """Raise `Refusal` for a GPU that is not there. Occupies none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Refusal("device 'cuda': torch finds no CUDA device here; use device 'cpu'")
 
 
 def load_model(weights: Path, config: Mapping[str, Any] | None, device: str) -> DecodableModel:
@@ -212,8 +291,7 @@ def load_model(weights: Path, config: Mapping[str, Any] | None, device: str) -> 
     Raises `Refusal` for a device that is not there, weights that are not that model's, and a model package that cannot
     load or decode.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise Refusal("device 'cuda': torch finds no CUDA device here; use device 'cpu'")
+    refuse_no_cuda(device)
     neuronspark = _package("load_weights")
     try:
         known = None if config is None else neuronspark.ModelConfig.from_dict(config)

@@ -45,13 +45,17 @@ from nstrain.train.determinism import enter_deterministic_mode
 from nstrain.train.device import refuse_missing_device
 from nstrain.train.engine import EagerEngine
 from nstrain.train.loop import Trainer
-from nstrain.train.model import TrainableModel, build, refuse_long_rows, use_kernels
+from nstrain.train.memory_errors import memory_told
+from nstrain.train.model import TrainableModel, build, refuse_long_rows
 from nstrain.train.plan import Position
 from nstrain.train.stopping import StopRequests
-from nstrain.train.tuned_kernels import tuned_kernels
+from nstrain.train.tuned_kernels import use_line_kernels
 
 ORPHAN_WAIT_S = 60.0
 """How long a trainer waits for one that another supervisor left behind to save and leave."""
+
+LESS_MEMORY = "Free memory of the machine or its GPU, or raise the limit on it (`ulimit -v`, a container's)"
+"""What to do if not even weights and moments fit."""
 
 
 @contextlib.contextmanager
@@ -76,7 +80,8 @@ def opened_trainer(
         refuse_unfit_settings(settings, data)
         held = _held_gpu(paths, settings, gpu(settings))
         with Journal.open(paths.journal, METRICS_VERSION) as journal:
-            trainer, newest = _make_trainer(paths, settings, data, journal, stop, held)
+            with memory_told("the line, as it was opened,", LESS_MEMORY):
+                trainer, newest = _make_trainer(paths, settings, data, journal, stop, held)
             try:
                 if newest is None:
                     trainer.start()
@@ -161,7 +166,7 @@ def _make_trainer(
         for difference in changed_libraries(checkpoint.state, settings.device):
             print(f"what the line is computed with has changed, its bits may: {difference}", flush=True)
     else:
-        use_kernels(tuned_kernels(paths))
+        use_line_kernels(paths, None)
     # A checkpoint replaces every value: drawing two billion first takes longer than loading them.
     seed = settings.seed if checkpoint is None else None
     model = build(settings.model, data.vocab_size, settings.device, seed)

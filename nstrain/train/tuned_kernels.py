@@ -12,6 +12,7 @@ from typing import Any
 
 from nstrain.base.disk import read_json
 from nstrain.base.errors import Refusal
+from nstrain.line.checkpoint import read_state
 from nstrain.line.paths import LinePaths
 
 KERNELS_FORMAT = 1
@@ -20,6 +21,22 @@ KERNELS_FORMAT = 1
 def kernels_file(paths: LinePaths) -> Path:
     """{"format": 1, "basis", "kernels"}: launch configurations by kernel and card, and what they were measured on."""
     return paths.tune / "kernels.json"
+
+
+def use_line_kernels(paths: LinePaths, newest: Path | None) -> str:
+    """Have the kernels run with a line's table, that of its newest checkpoint or, without one, the tuned; says which.
+
+    Raises `Refusal` for a table that is none, or not of the model package's kernels.
+    """
+    from nstrain.train.model import use_kernels  # torch stands behind it
+
+    if newest is None:
+        table, where = tuned_kernels(paths), kernels_file(paths)
+        use_kernels(table, str(where), "remove it: the line then begins with what the package pins")
+    else:
+        table, where = read_state(newest).get("kernels", {}), newest
+        use_kernels(table, str(where))
+    return f"{len(table)} launch configurations, as in {where.name}" if table else "as the model package pins them"
 
 
 def tuned_kernels(paths: LinePaths) -> dict[str, Any]:

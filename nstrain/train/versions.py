@@ -18,7 +18,7 @@ import torch
 import nstrain
 from nstrain.data.encode import ENCODING_VERSION
 from nstrain.data.order import ORDER_VERSION
-from nstrain.train.model import package_directory
+from nstrain.train.model import kernel_choice, package_directory
 
 GATING = {"order_version": ORDER_VERSION, "encoding_version": ENCODING_VERSION}
 """A line does not go on under others; of everything else it is told."""
@@ -27,10 +27,13 @@ DRIVER_FILE = Path("/sys/module/nvidia/version")
 """What the kernel's module says of itself."""
 
 
-@functools.cache
 def software() -> dict[str, Any]:
     """The versions of code and libraries in this process; None for one that is not there. Asks no GPU."""
-    package = package_directory()
+    return {**_software(package_directory()), "kernel_choice": kernel_choice()}
+
+
+@functools.cache
+def _software(package: Path) -> dict[str, Any]:
     return {
         "nstrain": nstrain.__version__,
         "model_package": package.name,

@@ -64,7 +64,7 @@ def do_job(job: Mapping[str, Any], report: Report) -> int:
     if "shape" not in job:
         report.send(machine=machine(settings, vocabulary))
         return int(ExitCode.DONE)
-    use_kernels(job["kernels"])
+    use_kernels(job["kernels"], "the line's newest checkpoint")
     shape = Shape(**job["shape"])
     try:
         measured = measure(settings, vocabulary, shape, int(job["micro_batches"]), float(job["seconds"]), report)

@@ -180,7 +180,7 @@ class TuneFiles:
         known: dict[str, Any] = {}
         if self.kernels.exists():
             stored = read_json(self.kernels)
-            if isinstance(stored, dict) and stored.get("basis") == basis:
+            if isinstance(stored, dict) and stored.get("basis") == basis and isinstance(stored.get("kernels"), dict):
                 known = stored["kernels"]
         table = dict(sorted({**known, **kernels}.items()))
         atomic_write_json(self.kernels, {"format": KERNELS_FORMAT, "basis": basis, "kernels": table})

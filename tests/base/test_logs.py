@@ -83,9 +83,10 @@ def test_a_process_of_its_own_log_bounds_it(tmp_path: Path) -> None:
 
 
 def test_output_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
+    """And what its encoding does not have is replaced."""
     (tmp_path / "run.log").touch()
-    ran = subprocess.run(
-        [sys.executable, "-c", WRITER, str(tmp_path / "run.log"), "a", "3"], capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.splitlines() == ["a 0", "a 1", "a 2"]
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "run.log"), "行", "3"]
+    env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    assert ran.stdout.splitlines() == ["? 0", "? 1", "? 2"]
     assert (tmp_path / "run.log").read_text() == ""

@@ -35,6 +35,17 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 # --- what the parameters are ----------------------------------------------------------------------------------
 
 
+def test_without_a_seed_only_the_parameters_values_are_missing(kind: Kind) -> None:
+    """So that a checkpoint, which holds parameters alone, gives the whole model back."""
+    drawn, empty = kind.build(seed=3), kind.build(seed=None)
+    with torch.no_grad():
+        for (name, value), (other, to_fill) in zip(drawn.named_parameters(), empty.named_parameters(), strict=True):
+            assert (name, value.dtype) == (other, to_fill.dtype)
+            to_fill.copy_(value)
+    rows = rows_of(2, LONGEST)
+    assert torch.equal(empty.token_losses(rows), drawn.token_losses(rows))
+
+
 def test_groups_and_parts_hold_every_parameter_once(kind: Kind) -> None:
     model = kind.build()
     places = parameter_places(model)  # refuses what is in none or in two

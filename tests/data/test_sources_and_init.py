@@ -20,7 +20,7 @@ from data_helpers import EOS, contents, environment, make_line, prose_tree, quic
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nstrain.base.disk import sha256_file
+from nstrain.base.disk import directory_by_rename, sha256_file
 from nstrain.base.errors import Exhausted, Refusal
 from nstrain.data.extend import extend_line
 from nstrain.data.globs import matcher
@@ -330,6 +330,24 @@ def test_a_directory_that_is_in_use_is_refused_and_kept(tmp_path: Path, tokenize
     assert contents(line.work) == before
     (tmp_path / "empty").mkdir()
     make_line(tmp_path / "empty", tokenizer, [source("web", root)], 640, 1)
+    hashed: list[str] = []
+    with pytest.raises(Refusal, match=r"cannot be made \(.* is no directory\); name a directory in a place that"):
+        init_line(
+            tokenizer / "line",
+            load_recipe(tmp_path / "line.recipe.json"),
+            tokenizer,
+            EOS,
+            640,
+            1,
+            32,
+            on_file=lambda name, _: hashed.append(name),
+        )
+    assert not hashed, "only told after long work"
+    with (
+        pytest.raises(Refusal, match=r"line cannot be made \(.*No such file"),
+        directory_by_rename(Path("/proc/x/line")),
+    ):
+        raise AssertionError("not reached")
 
 
 def test_no_room_leaves_nothing(tmp_path: Path, tokenizer: Path) -> None:

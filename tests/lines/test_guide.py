@@ -80,6 +80,7 @@ def check_outcome(directory: Path, unit_tokens: int) -> None:
     assert f"ema/val_{row_tokens}/mix" in rows[8], "the average began where the first cycle ended"
     log = (trunk / "run.log").read_text()
     assert "cycle 1 is done, at whose end it was asked to stop" in log
+    assert "stopped: stopped at the end of cycle 1, as asked" in log
     assert log.count("going on from u00000004") == 2, "after the stop, and after the rollback"
     assert not (trunk / "set-aside").exists(), "it has ended as far as it was before"
 

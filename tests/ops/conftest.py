@@ -16,6 +16,17 @@ from nstrain.supervise.supervisor import Supervisor
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """A second thread started here would keep this process from being set up the way the trainer's tests need it."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def paths(tmp_path: Path) -> LinePaths:
     """A new line, on a data line of which nothing is prepared."""
     return make_small_line(tmp_path)

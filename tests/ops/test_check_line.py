@@ -18,10 +18,13 @@ from nstrain.base.errors import Refusal
 from nstrain.data.consumers import write_consumer
 from nstrain.data.line import DataLine
 from nstrain.data.room import bytes_to_open
+from nstrain.line.checkpoint import read_state, seal_checkpoint
 from nstrain.line.paths import LinePaths
 from nstrain.ops import check as check_module
+from nstrain.ops import check_disk
 from nstrain.ops.check import Finding, check_line, refuse_failed
 from nstrain.ops.consumer import consumer_path
+from nstrain.ops.generate import generate
 from nstrain.record import local_disk
 from nstrain.record.journal import Journal
 from nstrain.settings.run import METRICS_VERSION, load_run
@@ -62,6 +65,7 @@ def test_trained_line_is_in_order_and_left_alone(trained: LinePaths) -> None:
     assert all(found.ok for found in findings), findings
     messages = {found.name: found.message for found in findings}
     assert messages["checkpoint"] == "u00000008, every byte verified"
+    assert messages["learning rate"].startswith("no update is left, 0.001 at the end")
     assert messages["model"].endswith("as in the checkpoint")
     assert messages["resume"].startswith("goes on from u00000008")
     assert contents(trained.root.parent) == before
@@ -202,6 +206,29 @@ def test_model_of_another_shape(trained: LinePaths) -> None:
     assert "ffn" in found["model"]
 
 
+MISFIT = {"trace_scan": {"any": {"blocks": {"CHUNK_TOKENS": 64}, "num_warps": 4}}}
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_kernels_that_do_not_fit(paths: LinePaths, trained: LinePaths) -> None:
+    """A table that was tuned, and one in a checkpoint; text can still be generated, whose kernels are the package's."""
+    import triton_here  # noqa: F401 - kernels that are looked at here are to run in its interpreter elsewhere
+
+    paths.tune.mkdir()
+    (paths.tune / "kernels.json").write_text(json.dumps({"format": 1, "basis": {}, "kernels": MISFIT}))
+    expected = "kernel 'trace_scan', card 'any': expected the blocks BLOCK_K, CHUNK, STEP, found CHUNK_TOKENS"
+    message = failures(paths)["kernels"]
+    assert f"{expected}; remove it" in message
+    assert "tune/kernels.json: its kernels' launch configurations do not fit" in message
+    checkpoint = trained.checkpoint(8)
+    entries = json.loads((checkpoint / "hashes.json").read_text())["files"]
+    seal_checkpoint(checkpoint, {**read_state(checkpoint), "kernels": MISFIT}, entries)
+    found = failures(trained)
+    assert set(found) == {"kernels"}
+    assert f"{expected}; go on with the nstrain and the model package that wrote it" in found["kernels"]
+    assert generate(trained.root, "the neuron", tokens=2).tokens
+
+
 def test_missing_device(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     edit(paths.run_json, lambda value: value.update(device="cuda"))
@@ -283,15 +310,15 @@ def test_disk_estimate(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "checkpoints up to the schedule's end: 131.0 MiB" in message
     assert "3 data cycles with opened files); the preparer leaves the checkpoints their part;" in message
     usage = shutil.disk_usage(paths.root)
-    monkeypatch.setattr(check_module.shutil, "disk_usage", lambda place: usage._replace(free=100 << 20))
+    monkeypatch.setattr(check_disk.shutil, "disk_usage", lambda place: usage._replace(free=100 << 20))
     message = next(found.message for found in check_line(paths.root) if found.name == "disk")
     assert "the schedule's end does NOT fit: its checkpoints take 131.0 MiB, 1 more cycles do" in message
-    monkeypatch.setattr(check_module.shutil, "disk_usage", lambda place: usage._replace(free=80 << 20))
+    monkeypatch.setattr(check_disk.shutil, "disk_usage", lambda place: usage._replace(free=80 << 20))
     assert "80.0 MiB are free there" in failures(paths)["disk"]
-    monkeypatch.setattr(check_module.shutil, "disk_usage", lambda place: usage)
+    monkeypatch.setattr(check_disk.shutil, "disk_usage", lambda place: usage)
     opens = bytes_to_open(DataLine.open(work_of(paths)), 1)
     assert opens > 0
-    monkeypatch.setattr(check_module, "bytes_to_open", lambda line, cycle: (10 << 20) + opens if cycle == 1 else 0)
+    monkeypatch.setattr(check_disk, "bytes_to_open", lambda line, cycle: (10 << 20) + opens if cycle == 1 else 0)
     assert "97.4 MiB more soon" in next(found.message for found in check_line(paths.root) if found.name == "disk")
 
 
@@ -304,7 +331,7 @@ def test_disk_of_a_line_that_is_not_alone_on_its_data_line(paths: LinePaths, mon
     beside = f"room for the next checkpoints of {other.root})"
     assert f"122.4 MiB more soon (checkpoints of 21.8 MiB and 3 data cycles with opened files and {beside}" in message
     usage = shutil.disk_usage(paths.root)
-    monkeypatch.setattr(check_module.shutil, "disk_usage", lambda place: usage._replace(free=120 << 20))
+    monkeypatch.setattr(check_disk.shutil, "disk_usage", lambda place: usage._replace(free=120 << 20))
     assert f"{beside}, 120.0 MiB are free there" in failures(paths)["disk"]
 
 
@@ -317,6 +344,16 @@ def test_rates_that_teach_nothing_and_an_average_that_never_begins(paths: LinePa
     assert "an average of the weights over 2,000 tokens from 4,000 on" in message()
     edit(paths.run_json, lambda value: value["ema"].update(from_tokens=50_000))
     assert "NO average: it would begin at 50K tokens, beyond the schedule" in message()
+    warm_up = {"from": 0, "to": 2048, "shape": "linear", "start": 0.0, "end": 0.004}
+    hold = {"from": 2048, "to": None, "shape": "constant", "start": 0.003, "end": None}
+    edit(paths.run_json, lambda value: value.update(learning_rate=[warm_up, hold]))
+    assert message().startswith("0.001 next, 0.004 at most, 0.003 at the end"), "the first update has 512 tokens"
+    edit(paths.run_json, lambda value: value.update(learning_rate=[{**warm_up, "start": 0.02, "to": 512}, hold]))
+    assert message().startswith("0.004 next, 0.004 at most, "), "no update ends earlier"
+    ramp = [{"from": a, "to": b, "tokens": n} for a, b, n in ((0, 512, 256), (512, 1024, 512), (1024, None, 512))]
+    edit(paths.run_json, lambda value: value.update(tokens_per_update=ramp))
+    updates = next(found.message for found in check_line(paths.root, quick=True) if found.name == "updates")
+    assert updates.startswith("of 256 from 0 on, 512 from 512 on tokens"), "two pieces of one size are one"
     nothing = [{"from": 0, "to": None, "shape": "constant", "start": 0.0, "end": None}]
     edit(paths.run_json, lambda value: value.update(learning_rate=nothing))
     assert "it is 0 from 0 tokens to the schedule's end" in failures(paths, quick=True)["learning rate"]

@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fake_card import UUID, FakeCard
 from typer.testing import CliRunner
 
 import neuronspark
 from neuronspark import ModelConfig, NeuronSpark, load_weights, save_weights
-from nstrain.base.errors import Refusal
+from nstrain.base.errors import GpuTaken, Refusal
 from nstrain.cli.main import app
 from nstrain.data.line import DataLine
+from nstrain.gpu import borrowed
+from nstrain.gpu import lease as lease_module
+from nstrain.gpu.lease import gpu_lease
 from nstrain.line.checkpoint import newest_good
 from nstrain.line.paths import LinePaths
 from nstrain.ops.generate import Generation, find_weights, generate
 from nstrain.settings.run import load_run
 from nstrain.train.model import load_model, model_cost
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT = "the neuron releases quanta when"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """A second thread started here would keep this process from being set up the way the trainer's tests need it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def newest(paths: LinePaths) -> Path:
@@ -126,6 +124,43 @@ def test_command(trained: LinePaths) -> None:
     assert Generation(**value) == made
     drawn = json.loads(printed(*command, "--json", "--temperature", 1.5, "--top-k", 50, "--seed", 1))
     assert Generation(**drawn) == generate(trained.root, PROMPT, tokens=8, temperature=1.5, top_k=50, seed=1)
+
+
+# --- on a GPU ------------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_is_borrowed_and_left_alone_where_somebody_is_on_it(
+    trained: LinePaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a made-up card; the model that is said to run there runs on the CPU."""
+    card, host = FakeCard(tmp_path / "card"), tmp_path / "host.json"
+    host.write_text(json.dumps({"gpu_reader": card.source.reader}))
+    monkeypatch.setenv("NSTRAIN_HOST", str(host))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(lease_module, "LEASE_ROOTS", (tmp_path,))
+    monkeypatch.setattr(borrowed, "LEASE_WAIT_S", 0.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("nstrain.ops.generate.this_gpu", lambda: UUID)
+    seen: list[tuple[str, bool]] = []
+
+    def on_cpu(weights: Path, config: Any, device: str) -> Any:
+        seen.append((device, gpu_lease(UUID).held_elsewhere()))
+        return load_model(weights, config, "cpu")
+
+    monkeypatch.setattr("nstrain.train.model.load_model", on_cpu)
+    command = ("generate", trained.root, "--prompt", PROMPT, "--tokens", 2, "--device", "cuda")
+    assert printed(*command) == generate(trained.root, PROMPT, tokens=2).text + "\n"
+    assert seen == [("cuda", True), ("cpu", False)]
+    card.put(os.getppid())
+    ran = CliRunner().invoke(app, [*map(str, command)])
+    assert isinstance(ran.exception, GpuTaken)
+    assert f"process {os.getppid()} " in str(ran.exception)
+    card.put()
+    monkeypatch.setattr("nstrain.ops.generate.this_gpu", lambda: "another")
+    with pytest.raises(Refusal, match=f"torch uses GPU another, but .* the lease of {UUID} was taken"):
+        generate(trained.root, PROMPT, device="cuda")
+    assert len(seen) == 2
+    assert not gpu_lease(UUID).held_elsewhere()
 
 
 # --- refusals ------------------------------------------------------------------------------------------------

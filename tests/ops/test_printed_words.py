@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 from typer.testing import CliRunner
 
-from nstrain.base.errors import Refusal
+from nstrain.base.errors import ExitCode, Refusal
 from nstrain.cli.common import table
 from nstrain.cli.main import app
 from nstrain.data.init import find_recipe
@@ -22,6 +26,10 @@ def test_a_path_in_a_tables_title_stays_whole() -> None:
 def test_one_line_is_one_line(paths: LinePaths) -> None:
     printed = CliRunner().invoke(app, ["lines", str(paths.root.parent)], catch_exceptions=False).stdout
     assert printed.splitlines()[0] == f"1 line below {paths.root.parent}"
+    assert CliRunner().invoke(app, ["lines", str(paths.checkpoints), "--json"], catch_exceptions=False).stdout == "[]\n"
+    for wrong, said in (("mistyped", "no such directory"), ("~of-nobody/lines", "expected a path")):
+        with pytest.raises(Refusal, match=f"{wrong}: {said}"):
+            CliRunner().invoke(app, ["lines", wrong, "--json"], catch_exceptions=False)
 
 
 def test_a_directory_is_not_a_recipe_that_does_not_exist(tmp_path: Path) -> None:
@@ -29,3 +37,43 @@ def test_a_directory_is_not_a_recipe_that_does_not_exist(tmp_path: Path) -> None
         find_recipe(str(tmp_path))
     with pytest.raises(Refusal, match="nothing: no such recipe"):
         find_recipe("nothing")
+
+
+def typed(output: IO[bytes] | int, *words: object, **variables: str) -> tuple[int, str]:
+    """A command in a process of its own that prints to `output`: its exit code, and what it says on standard error."""
+    env = {**os.environ, "PYTHONUNBUFFERED": "", **variables}
+    command = [sys.executable, "-m", "nstrain.cli.main", *map(str, words)]
+    ran = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=env, check=False)
+    return ran.returncode, ran.stderr
+
+
+def test_what_the_locale_cannot_show_does_not_end_a_command(tmp_path: Path) -> None:
+    (directory := tmp_path / "行").mkdir()
+    with (tmp_path / "out").open("wb") as file:
+        assert typed(file, "lines", directory, PYTHONIOENCODING="latin-1") == (0, "")
+    title, frame, *_ = (tmp_path / "out").read_text("latin-1").splitlines()
+    assert title == f"0 lines below {tmp_path}/?"
+    assert set(frame) == {"+", "-"}
+
+
+def test_an_output_that_is_closed_is_no_failure_and_a_full_one_is_told(paths: LinePaths) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    for unbuffered, words in (("", ("lines", paths.root)), ("", ("status", paths.root)), ("1", ("--help",))):
+        assert typed(writer, *words, PYTHONUNBUFFERED=unbuffered) == (0, "")
+    os.close(writer)
+    for unbuffered in ("", "1"):
+        with Path("/dev/full").open("wb") as full:
+            code, said = typed(full, "lines", paths.root, PYTHONUNBUFFERED=unbuffered)
+        assert code == ExitCode.NEEDS_OPERATOR
+        assert said.count("\n") == 1, said
+        assert "No space left on device" in said
+
+
+def test_a_narrow_terminal_breaks_lines_itself(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page in 20 columns would be hundreds of lines of one letter."""
+    monkeypatch.setenv("COLUMNS", "20")
+    page = CliRunner().invoke(app, ["status", str(paths.root)], catch_exceptions=False).stdout
+    assert len(page.splitlines()) < 15
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert "│ a long cell │" in table("title", ("a", "b"), [("a long cell", "another")])

@@ -6,15 +6,21 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import time
+import types
 from typing import Any
 
 import pytest
 from looked_at_lines import beat, page, record, save, supervise, work_of
 from small_lines import CYCLE_TOKENS, CYCLES, UPDATE_TOKENS
+from typer.testing import CliRunner
 
 from nstrain.base.disk import atomic_write_json
-from nstrain.base.process import ProcessId, this_process
+from nstrain.base.errors import ExitCode
+from nstrain.base.process import ProcessId, identify, is_stopped, this_process
+from nstrain.base.units import human_seconds
+from nstrain.cli.main import app
 from nstrain.data.preparer import PreparerStatus
 from nstrain.line.paths import LinePaths
 from nstrain.line.state_files import (
@@ -26,6 +32,8 @@ from nstrain.line.state_files import (
 )
 from nstrain.ops.lines import find_lines
 from nstrain.ops.status import status
+from nstrain.record.journal import Journal
+from nstrain.settings.run import METRICS_VERSION
 
 TOTAL_TOKENS = CYCLES * CYCLE_TOKENS
 
@@ -90,6 +98,57 @@ def test_waiting_for_data(paths: LinePaths) -> None:
     assert look.waiting_for == "cycle 2 of DATA (preparing cycle 2, 25 %)"
     assert look.waiting_since == 123.0
     assert look.preparer_pid == os.getpid()
+
+
+def test_a_clock_that_is_set(paths: LinePaths) -> None:
+    """Back: nothing is waited for since tomorrow. Forwards: the start of processes moves with it, files do not."""
+    supervise(paths, trainer_pid=os.getpid(), preparer_pid=os.getpid())
+    beat(paths, os.getpid(), stage="waiting_data", waiting_for="data", waiting_since=time.time() + 86400)
+    preparing = PreparerStatus(os.getpid(), "preparing", 2, 0.25, time.time() - 1e6, None)
+    atomic_write_json(work_of(paths) / "preparer.json", dataclasses.asdict(preparing))
+    look = status(paths.root)
+    assert ", for 0s" in page(look)
+    assert look.preparer_pid == os.getpid()
+    supervise(paths, trainer_pid=os.getpid())
+    assert status(paths.root).preparer_pid is None, "no supervisor says that it is the one that wrote the file"
+
+
+def test_no_sign_of_life(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that hangs is ended by the watchdog only after the budget of its stage: half an hour, say."""
+    supervise(paths, trainer_pid=os.getpid())
+    cases = (("training", None, 180), ("training", 1.0, 10), ("training", 4.0, 20), ("saving", 1.0, 180))
+    for update, (stage, update_s, quiet_s) in enumerate(cases):
+        with Journal.open(paths.journal, METRICS_VERSION) as journal:
+            journal.commit(update, {"tokens": 0} | ({} if update_s is None else {"time/update_s": update_s}))
+        beat(paths, os.getpid(), stage=stage, tokens_per_s=900.0, eta_s=7.0, budget_s=1800.0)
+        for passed_s, silent in ((quiet_s - 1, False), (quiet_s + 1, True)):
+            clock = types.SimpleNamespace(time=lambda passed_s=passed_s: time.time() + passed_s)
+            monkeypatch.setattr("nstrain.ops.status_life.time", clock)
+            look = status(paths.root)
+            assert (look.silent_s is not None, look.tokens_per_s is None, look.eta_s is None) == (silent,) * 3
+            assert look.heartbeat_at == pytest.approx(time.time(), abs=5)
+            assert look.budget_s == 1800
+        told = f"no sign of life for {human_seconds(look.silent_s or 0)} (ended after 30m00s)"
+        assert told in page(look)
+        assert "left" not in page(look)
+        assert told in find_lines(paths.root)[0].row()[-1]
+
+
+def test_a_process_that_a_signal_has_stopped_is_told(paths: LinePaths, other_process: int) -> None:
+    identity = identify(other_process)
+    assert identity is not None
+    write_supervisor(paths, SupervisorState(identity, time.time(), trainer_pid=os.getpid()))
+    beat(paths, os.getpid())
+    assert status(paths.root).stopped_pids == ()
+    os.kill(other_process, signal.SIGSTOP)
+    while not is_stopped(other_process):
+        time.sleep(0.001)
+    look = status(paths.root)
+    assert look.stopped_pids == (other_process,)
+    told = f"process {other_process} is stopped (SIGSTOP, Ctrl-Z): `kill -CONT {other_process}`"
+    assert told in page(look)
+    ran = CliRunner().invoke(app, ["stop", str(paths.root), "--wait", "0"])
+    assert (ran.exit_code, told in ran.stdout) == (ExitCode.FAILED, True), ran.stdout
 
 
 def test_a_preparer_that_fails_is_told_with_how_often_and_why(paths: LinePaths) -> None:

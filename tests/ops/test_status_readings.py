@@ -116,13 +116,32 @@ def test_the_disk_by_kind_has_all_that_a_line_and_its_data_line_hold(paths: Line
 
 
 def test_losses_have_a_course_and_a_trend(paths: LinePaths) -> None:
-    record(paths, 100, loss=4.0)
-    assert status(paths.root).loss_trend == 0.0
-    record(paths, 200, loss=3.0)
+    record(paths, 49, loss=5.0)
+    assert (status(paths.root).loss_trend, status(paths.root).trend_updates) == (None, 0)
+    record(paths, 98, loss=4.5)
+    assert "-0.5000, the last 49 updates against the 49 before" in page(status(paths.root))
+    record(paths, 150, loss=4.0)
+    record(paths, 250, loss=3.5)
+    record(paths, 300, loss=4.0)
+    record(paths, 400, loss=3.0)
     look = status(paths.root)
-    assert look.loss_trend == -1.0
-    assert (len(look.losses), look.losses[0], look.losses[-1]) == (40, 4.0, 3.0)
-    assert "▁  -1.0000 in the last 100 updates" in page(look)
+    assert (look.loss_trend, look.trend_updates) == (-0.75, 100)
+    assert (len(look.losses), look.losses[0], look.losses[-1]) == (40, 3.5, 3.0)
+    assert "▁  -0.7500, the last 100 updates against the 100 before" in page(look)
+
+
+def test_a_validation_is_compared_with_the_one_before_but_not_over_a_change_of_length(paths: LinePaths) -> None:
+    """Where rows become as long as the model reads, their losses go on under the names of the long rows' losses."""
+    record(paths, 16)
+    look = status(paths.root)
+    assert (look.validated_update, look.validated_before, look.validation_before["val_64/mix"]) == (16, 8, 11.0)
+    assert "(mix +8.0000 since u8)" in page(look)
+    record(paths, 23)
+    with Journal.open(paths.journal, METRICS_VERSION) as journal:
+        journal.commit(24, {"tokens": 24 * UPDATE_TOKENS, "row_tokens": 128, "val_64/mix": 20.0, "val_128/mix": 1.0})
+    look = status(paths.root)
+    assert (look.validated_update, look.validated_before, look.validation_before) == (24, None, {})
+    assert "since u" not in page(look)
 
 
 def test_alarms_of_the_last_validation_and_of_the_last_losses(paths: LinePaths) -> None:
@@ -196,17 +215,6 @@ def test_a_line_that_starts_again_after_a_rollback_stands_at_its_checkpoint(path
     beat(paths, os.getpid(), stage="starting", update=20, tokens=20 * UPDATE_TOKENS, cycle=3, cycle_progress=0.5)
     look = status(paths.root)
     assert (look.update, look.cycle, look.cycle_progress) == (3, 1, None)
-
-
-def test_a_done_line_that_was_rolled_back_says_that(paths: LinePaths, dead_process: ProcessId) -> None:
-    record(paths, 24)
-    save(paths, 8)
-    write_supervisor(paths, SupervisorState(dead_process, time.time(), 1, outcome="done"))
-    with Journal.open(paths.journal, METRICS_VERSION) as journal:
-        journal.begin_generation(9)
-    look = status(paths.root)
-    assert (look.state, look.update) == ("stopped", 8)
-    assert look.reason == f"it was rolled back since it was done; `nstrain run {paths.root}` goes on from update 8"
 
 
 def test_a_branchs_schedule_counts_on_from_its_fork(paths: LinePaths) -> None:

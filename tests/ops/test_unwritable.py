@@ -128,5 +128,11 @@ def test_what_is_told_of_which_error(tmp_path: Path) -> None:
     assert isinstance(refused_file(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file)), DiskFull)
     assert refused_file(FileNotFoundError(errno.ENOENT, "", file)) is None
     assert refused_file(PermissionError(errno.EPERM, "a signal to another's process")) is None
+    for error in (OSError(errno.EMFILE, os.strerror(errno.EMFILE), file), OSError(errno.ENFILE, "Too many open files")):
+        told = refused_file(error)
+        assert told is not None
+        assert told.exit_code == ExitCode.FAILED
+        assert "Too many open files" in str(told)
+        assert "`ulimit -n`" in str(told)
     for code in (errno.EROFS, errno.EACCES, errno.EPERM):
         assert os.strerror(code) in str(refused_file(OSError(code, "", file)))

@@ -45,6 +45,8 @@ def test_a_sound_line(trained: LinePaths) -> None:
     assert report.goes_on_from == trained.checkpoint(newest).name
     looked_at = [item.what for item in report.verified]
     assert looked_at[:-6] == [f"checkpoints/{trained.checkpoint(u).name}" for u in trained.checkpoint_updates()]
+    kinds = {item.what: item.message.partition(", ")[2] for item in report.verified[:-6]}
+    assert kinds == dict(zip(kinds, ("start, kept", "rolling", "end, kept"), strict=True))
     assert looked_at[-6:] == ["latest", "leftovers", "settings", "data line", "order", "journal"]
 
 
@@ -131,6 +133,32 @@ def test_a_checkpoint_that_the_line_removes_meanwhile_is_no_finding(
 
     monkeypatch.setattr("nstrain.ops.verify.verify_checkpoint", remove_first)
     assert failures(verify_line(trained.root)) == {}
+
+
+def test_what_a_running_line_commits_and_removes_meanwhile_is_no_finding(trained: LinePaths, tmp_path: Path) -> None:
+    *_, rolling, newest = trained.checkpoint_updates()
+    names = before, between, last = [trained.checkpoint(u).name for u in (rolling, newest - 1, newest)]
+    later = shutil.move(trained.checkpoints / last, tmp_path / "later")
+    trained.latest.write_text(f"{before}\n")
+
+    def commit_between() -> None:
+        (trained.checkpoints / between).mkdir()
+        trained.latest.write_text(f"{between}\n")
+
+    def commit_last() -> None:
+        shutil.rmtree(trained.checkpoints / between)
+        shutil.move(later, trained.checkpoints / last)
+        trained.latest.write_text(f"{last}\n")
+
+    the_line_goes_on: dict[str, Callable[[], None]] = {
+        f"checkpoints/{before}": commit_between,
+        f"checkpoints/{between}": commit_last,
+        "settings": lambda: shutil.rmtree(trained.checkpoints / last),  # a still later one is there
+    }
+    report = verify_line(trained.root, lambda what: the_line_goes_on.get(what, lambda: None)())
+    assert failures(report) == {}
+    assert report.goes_on_from == last
+    assert {f"checkpoints/{name}" for name in names} <= {item.what for item in report.verified}
 
 
 def test_a_data_line_that_is_not_the_one_that_was_trained(trained: LinePaths) -> None:

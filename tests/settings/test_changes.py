@@ -135,6 +135,9 @@ def test_other_fields_may_be_edited() -> None:
         (RAMP, [{**RAMP[0], "to": 5120}, {**RAMP[1], "from": 5120}], False),
         (RAMP, [{"from": 0, "to": None, "tokens": 1024}], False),
         (RAMP, RAMP, True),
+        (1024, [{"from": 0, "to": None, "tokens": 1024}], True),
+        ([{"from": 0, "to": None, "tokens": 1024}], 1024, True),
+        ([{"from": 0, "to": None, "tokens": 1024}], 2048, False),
     ],
 )
 def test_a_ramp_only_grows_at_its_end(old: Any, new: Any, grown: bool) -> None:

@@ -76,3 +76,12 @@ def test_generate_looks_for_a_file_of_weights_where_it_is_run(here: Path, root: 
     ran = CliRunner().invoke(app, ["generate", "model.safetensors", "--prompt", "The neuron"])
     assert isinstance(ran.exception, Refusal)
     assert str(ran.exception).startswith(f"{here}/model.safetensors: expected a training line")
+
+
+def test_what_is_no_path_is_refused(here: Path) -> None:
+    (here / "a").symlink_to("b")
+    (here / "b").symlink_to("a")
+    for name in ("~nobody-of-that-name/line", "a"):
+        ran = CliRunner().invoke(app, ["status", name])
+        assert isinstance(ran.exception, Refusal), ran.exception
+        assert name in str(ran.exception)

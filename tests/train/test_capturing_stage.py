@@ -5,6 +5,9 @@ It goes through the probes, compiles kernels and captures graphs; the others onl
 
 from __future__ import annotations
 
+import itertools
+import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +100,16 @@ def test_the_budgets() -> None:
     for stage in ("training", "saving", "waiting_data", "done"):
         budgets[stage] = 11.0
     assert {stage: guards.budget_s(stage) for stage in budgets} == budgets
+
+
+def test_a_long_validation_is_seen_to_go_on_while_the_clock_is_set_back(
+    data: DataLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the watchdog would end it."""
+    stages: list[str] = []
+    clock = itertools.count(2e9, -60.0)
+    monkeypatch.setattr(loop, "VALIDATING_BEAT_S", 0.0)
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(time=lambda: next(clock), monotonic=time.monotonic))
+    monkeypatch.setattr(loop, "write_heartbeat", lambda paths, beat: stages.append(beat.stage))
+    run_here(make_run(tmp_path / "run", data, rows=[{"from_cycle": 1, "row_tokens": 32}]), stop_after=0)
+    assert stages.count("validating") > 1

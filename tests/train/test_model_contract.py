@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from tiny_model import TinyModel
 
 from nstrain.base.errors import Refusal
-from nstrain.train.model import GROUPS, parameter_places
+from nstrain.settings.run import ModelSettings
+from nstrain.train.model import GROUPS, build, parameter_places
 
 
 def test_order_is_by_group_then_part_then_the_models_own() -> None:
@@ -64,3 +68,19 @@ def test_a_group_that_the_optimizer_does_not_know_is_refused() -> None:
     model.groups = lambda: owners  # type: ignore[method-assign]
     with pytest.raises(Refusal, match="'vector'; the optimizer knows matrix, embedding, memory, neuron, norm"):
         parameter_places(model)
+
+
+def test_a_package_that_cannot_do_without_a_seed_is_refused_before_a_line_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def needs_a_seed(config: Any, device: torch.device, *, seed: int) -> TinyModel:
+        torch.Generator().manual_seed(seed)
+        return TinyModel(config.vocab_size, seed=seed)
+
+    configuration = SimpleNamespace(from_dict=lambda values: SimpleNamespace(**values))
+    package = SimpleNamespace(ModelConfig=configuration, NeuronSpark=needs_a_seed, __path__=["the package"])
+    monkeypatch.setattr("nstrain.train.model._package", lambda needed="NeuronSpark": package)
+    settings = ModelSettings(preset="own", config={"vocab_size": 64})
+    for seed in (11, None):
+        with pytest.raises(Refusal, match=r"in the package makes no .*seed=None\).* raises RuntimeError\(.*NoneType"):
+            build(settings, 64, "cpu", seed)

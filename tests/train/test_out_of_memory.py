@@ -65,6 +65,19 @@ def test_the_state_before_the_update_is_saved_and_the_line_goes_on_from_it(
     assert tensors_of(line, LAST_UPDATE) == tensors_of(through, LAST_UPDATE)
 
 
+def test_a_line_that_cannot_be_opened_for_want_of_memory_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes"
+        )
+
+    monkeypatch.setattr("nstrain.train.opening._make_trainer", fail)
+    with pytest.raises(OutOfMemory, match="^the line, as it was opened, did not find .* 4096 bytes. .*`ulimit -v`"):
+        run_here(make_run(tmp_path / "run", make_data_line(tmp_path / "data", 1)))
+
+
 def test_other_errors_pass_as_they_are() -> None:
     with pytest.raises(RuntimeError, match="^an illegal address$"), memory_told("work", "help"):
         raise RuntimeError("an illegal address")

@@ -158,6 +158,7 @@ def test_a_ramp_grows_only_where_the_line_has_not_been(begins: int, refused: boo
         ("cudnn", 91000),
         ("model_package", "baselines"),
         ("model_code", "0123456789abcdef"),
+        ("kernel_choice", "reference"),
     ],
 )
 def test_a_changed_library_is_named(name: str, before: str | int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -20,11 +22,14 @@ from real_line import (
 
 from nstrain.base.disk import FileLock
 from nstrain.base.errors import ExitCode, Refusal
+from nstrain.base.process import this_process
 from nstrain.data.consumers import read_consumers
 from nstrain.data.cycles import cycles_on_disk
 from nstrain.data.line import DataLine
 from nstrain.line.paths import LinePaths
+from nstrain.line.state_files import Outcome, SupervisorState, write_supervisor
 from nstrain.ops.rollback import roll_back
+from nstrain.ops.status import status
 from nstrain.record.journal import Journal
 from nstrain.settings.run import METRICS_VERSION
 
@@ -94,6 +99,9 @@ def test_later_checkpoints_are_set_aside_until_the_line_is_as_far_again(line: Li
     assert result.set_aside == ("u00000020", "u00000024", "u00000026")
     assert sorted(path.name for path in line.set_aside.iterdir()) == list(result.set_aside)
     assert line.checkpoint_updates() == [0, 13]
+    aside = rf"{line.set_aside}/u00000020 was set aside by a rollback and is not taken back"
+    with pytest.raises(Refusal, match=rf"no checkpoint after update 20; it has: 0, 13\. That in {aside}"):
+        roll_back(line.root, 20)
     with Journal.open(line.journal, METRICS_VERSION) as journal:
         assert journal.last_update() == 13, "the record is the line's as it stands"
     prepare(data_of(line).work, CYCLES)
@@ -148,6 +156,20 @@ def test_asked_again_it_is_the_same_rollback(line: LinePaths) -> None:
     assert (again.generation, again.set_aside) == (first.generation, ())
 
 
+def test_it_is_seen_until_the_next_launch_however_the_line_had_ended(line: LinePaths) -> None:
+    gone = dataclasses.replace(this_process(), start_ticks=this_process().start_ticks - 1)
+    ended = SupervisorState(gone, time.time(), 3, reason="stopped by process 7")
+    line.heartbeat.unlink()  # it is of this very process, which lives
+    outcomes: tuple[Outcome | None, ...] = ("done", "stopped", "failed", None)
+    for outcome in outcomes:
+        write_supervisor(line, dataclasses.replace(ended, outcome=outcome, trainer_pid=8))
+        roll_back(line.root, 13)
+        look = status(line.root)
+        assert (look.state, look.update, look.reason) == ("stopped", 13, "rolled back to update 13, not run since")
+    write_supervisor(line, dataclasses.replace(ended, outcome="failed", reason="no memory"))
+    assert status(line.root).reason == "no memory", "a launch that recorded nothing counts"
+
+
 def test_killed_before_its_last_step_it_replays_and_can_be_asked_for_again(
     line: LinePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +196,7 @@ def test_refusals_change_nothing(line: LinePaths) -> None:
         )
 
     before = tree()
-    with pytest.raises(Refusal, match=r"no checkpoint after update 14; it has: 0, 13, 20, 24, 26"):
+    with pytest.raises(Refusal, match=r"no checkpoint after update 14; it has: 0, 13, 20, 24, 26$"):
         roll_back(line.root, 14)
     with pytest.raises(Refusal, match="is not a training line"):
         roll_back(line.root.parent, 13)

@@ -7,11 +7,14 @@ Operators come from `neuronspark.kernels` where both sides need the same one, so
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from baselines.config import ModelConfig
 from baselines.model import Baseline as NeuronSpark  # the name a model package's model has for the trainer
 from baselines.presets import load_preset, preset_names
-from neuronspark.kernels.launch import table as kernel_table
-from neuronspark.kernels.launch import use as use_kernels
+from neuronspark.kernels.launch import use_saved
+from neuronspark.kernels.launch import used_table as kernel_table
 from neuronspark.kernels.operators import KERNEL_OPERATORS as SHARED_KERNELS
 
 KERNEL_OPERATORS = {
@@ -23,6 +26,12 @@ KERNEL_OPERATORS = {
     "_convolution_backward_kernel": "short convolution",
 }
 """The operator of each Triton kernel, by the kernel's name."""
+
+
+def use_kernels(table: Mapping[str, Any]) -> None:
+    """Have kernels run with the launch configurations of an earlier `kernel_table`; ValueError if they do not fit."""
+    use_saved(table, ("neuronspark.kernels", "baselines"))
+
 
 __all__ = [
     "KERNEL_OPERATORS",

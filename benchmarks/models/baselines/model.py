@@ -51,7 +51,8 @@ def parameter_specs(config: ModelConfig) -> dict[str, ParameterSpec]:
 class Baseline(ParameterModule):
     """The model of a config on a device; `compute_dtype` holds matrices and activations (fp32 on a CPU, bf16 on a GPU).
 
-    Starting values are a function of (seed, parameter name, config) alone; on the meta device there are none.
+    Starting values are a function of (seed, parameter name, config) alone; without a seed, and on the meta device,
+    there are none.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Baseline(ParameterModule):
         config: ModelConfig,
         device: torch.device | str = "cpu",
         *,
-        seed: int,
+        seed: int | None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class Baseline(ParameterModule):
             table = rotary_table(config.rope_max_seq_len, config.head_width, config.rope_base, device, table_dtype)
         self.register_buffer("rotary", table, persistent=False)
 
-    def _add(self, prefix: str, module: ParameterModule, seed: int, device: torch.device) -> None:
+    def _add(self, prefix: str, module: ParameterModule, seed: int | None, device: torch.device) -> None:
         """Register the parameters whose names are `prefix` and a last part."""
         names = [name for name in self._specs if name[: name.rfind(".") + 1] == prefix]
         table = {name.removeprefix(prefix): self._specs[name] for name in names}

@@ -37,7 +37,7 @@ class ModelConfig:
 
 
 class NeuronSpark(TinyModel):
-    def __init__(self, config: ModelConfig, device: torch.device, *, seed: int) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, *, seed: int | None) -> None:
         super().__init__(config.vocab_size, config.width, seed)
         self.to(device)
 
