@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nstrain.base.commands import typed
-from nstrain.base.errors import ExitCode, Refusal
+from nstrain.base.errors import ExitCode, NeedsOperator, NstrainError, Refusal
 from nstrain.base.units import human_bytes, human_count, human_seconds, parse_tokens
 from nstrain.cli.common import Bars, parse_recipe, progress_bars, resolve, table
 from nstrain.data.recipes import DEFAULT as DEFAULT_RECIPE
@@ -148,6 +148,35 @@ def extend(
     piece = line.settings.schedule[-1]
     count = "open-ended" if piece.cycles is None else f"{piece.cycles} more cycles"
     print(f"schedule: {count} of {piece.cycle_tokens:,} tokens; {line.cycle_count or 'any number of'} cycles in all")
+
+
+@app.command("exclude")
+def exclude(
+    work: Work,
+    source: Annotated[str, typer.Option(help="The file's source.")],
+    path: Annotated[str, typer.Argument(help="The file, as the source's list of pinned files has it.")],
+) -> None:
+    """Leave a file that cannot be used out of the cycles that are not prepared yet; those that are stay as they are."""
+    from nstrain.data.consumers import read_consumers
+    from nstrain.data.exclude import exclude_file
+    from nstrain.data.line import DataLine
+    from nstrain.data.preparer import preparer_lock
+
+    place = resolve(work)
+    DataLine.open(place)  # what is none gets no lock
+    try:
+        lock = preparer_lock(place).acquire(f"the preparer of {place}")
+    except NstrainError as error:
+        raise Refusal(str(error)) from None
+    with lock:
+        line = DataLine.open(place)
+        done = exclude_file(line, source, path)
+    since = "was left out before" if done.before else "is left out"
+    print(f"{place}: source {source}: {path} ({human_bytes(done.size)}) {since}, from cycle {done.file.from_cycle} on")
+    for stratum in done.ended_strata:
+        print(f"it was the last file of stratum {stratum!r} to be opened: that ends with what of it is open")
+    lines = [typed("nstrain", "run", consumer.run) for consumer in read_consumers(place)]
+    print(f"next: {' or '.join(lines or [typed('nstrain', 'data', 'run-preparer', '--work', place)])}")
 
 
 @app.command("branch")
@@ -342,7 +371,7 @@ def run_preparer_command(
     foreground: Annotated[bool, typer.Option("--foreground", help="Keep it in this terminal.")] = False,
 ) -> None:
     """Prepare cycles, in the background, until the schedule is done; stopped, it continues the next time."""
-    from nstrain.data.preparer import PreparerStatus, run_preparer
+    from nstrain.data.preparer import PreparerStatus, cannot_pass, run_preparer
 
     if not foreground:
         _prepare_in_background(resolve(work), ahead, workers, until)
@@ -364,7 +393,10 @@ def run_preparer_command(
                 bar.say(f"{status.stage.replace('_', ' ')} (cycle {status.cycle}) {status.error or ''}".rstrip())
             last[:] = [status.stage]
 
-        code = run_preparer(resolve(work), ahead, until, lambda: bool(told), show, workers=workers)
+        try:
+            code = run_preparer(resolve(work), ahead, until, lambda: bool(told), show, workers=workers)
+        except NstrainError as error:
+            raise (NeedsOperator(str(error)) if cannot_pass(error) else error) from None
     raise typer.Exit(int(code))
 
 

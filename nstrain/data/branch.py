@@ -1,7 +1,8 @@
 """`nstrain data branch`: a line of its own that goes on with a trunk's remaining text.
 
 A branch takes over everything that is pinned - sources, tokenizer, calibration, held-out rows - and the state after one
-of the trunk's cycles: what is open and how far, and the tails. From there on it has its own schedule and its own
+of the trunk's cycles: what is open and how far, and the tails. What the trunk leaves out it leaves out from its first
+cycle on: no cycle of the trunk can have opened that. From there on it has its own schedule and its own
 cycles, numbered from 1; neither reads the other's directory again. Its position counts on from the fork.
 """
 
@@ -87,7 +88,10 @@ def planned_fork(work: Path, trunk: DataLine, at_cycle: int, schedule: tuple[Pie
         manifest_sha256=sha256_bytes(trunk.manifest_path(at_cycle).read_bytes()),
         tokens=manifest["first_token"] + manifest["cycle_tokens"],
     )
-    settings = trunk.settings.model_copy(update={"unit_tokens": unit_tokens, "schedule": schedule, "fork": fork})
+    left_out = tuple(file.model_copy(update={"from_cycle": 1}) for file in trunk.settings.excluded)
+    settings = trunk.settings.model_copy(
+        update={"unit_tokens": unit_tokens, "schedule": schedule, "fork": fork, "excluded": left_out}
+    )
     settings = settings.model_copy(update={"id": settings.fixed_id()})
     return DataLine(work, settings, Schedule(schedule, unit_tokens, fork.tokens))
 

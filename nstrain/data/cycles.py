@@ -31,6 +31,7 @@ from nstrain.base.killpoints import kill_point
 from nstrain.data.consumers import read_consumers
 from nstrain.data.draw import SourceDraw, document_tokens
 from nstrain.data.encode import Encoder
+from nstrain.data.exclude import leaving_out_is_offered
 from nstrain.data.line import DataLine
 from nstrain.data.manifest import (
     cycle_manifest,
@@ -93,7 +94,7 @@ def prepare_cycle(
     written = 0
 
     def job(index: int) -> SourceJob:
-        name, listing = plan.sources[index], line.listing(plan.sources[index])
+        name, listing = plan.sources[index], line.listing_for(plan.sources[index], cycle)
         files = line.opened_files(name, encoder, pool, lambda: progress(written / plan.tokens), on_download)
         # Of a branch, a rebuilt cycle or a lost cache none of the files that it begins with may be there.
         if known is not None:
@@ -103,8 +104,9 @@ def prepare_cycle(
             files.prefetch(sorted(_still_needed(before[name])))
             rates = calibration.rates(line.source(name), listing)
             targets, open_files = plan.source_tokens[index], line.settings.open_files
-            opening = open_for_cycle(files, listing, before[name], rates, targets, open_files, cycle)
-        return SourceJob(line.source(name), listing.digest, listing.strata, files, opening)
+            with leaving_out_is_offered(line):
+                opening = open_for_cycle(files, listing, before[name], rates, targets, open_files, cycle)
+        return SourceJob(line.source(name), line.listing(name).digest, listing.strata, files, opening)
 
     with contextlib.ExitStack() as held:
         directory = held.enter_context(directory_by_rename(line.cycle_directory(cycle)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from nstrain.base.disk import atomic_write_json
 from nstrain.base.errors import Refusal
 from nstrain.data.budget import refuse_too_small
 from nstrain.data.line import DataLine, LineSettings
@@ -40,5 +39,5 @@ def extend_line(
     schedule = dataclasses.replace(line.schedule, pieces=pieces)
     refuse_too_small(schedule, line.settings.sources, line.encoder())
     changed = {**dump(line.settings), "schedule": [dump(p) for p in pieces]}
-    atomic_write_json(work / "line.json", dump(validate(LineSettings, changed, str(work / "line.json"))))
+    line.grow(validate(LineSettings, changed, str(work / "line.json")))
     return DataLine.open(work)

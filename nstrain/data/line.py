@@ -1,6 +1,6 @@
 """A data line's directory: line.json, the pinned lists, the tokenizer's copy; opened once, then only read.
 
-line.json      what the line is; written by `data init`, grows only at its schedule's end
+line.json      what the line is; written by `data init`; its schedule and what it leaves out grow at their end
 tokenizer.json the tokenizer's own copy, pinned by its hash
 sources/NAME/files.parquet   the pinned list of a source's files
 state.json     the calibration, and what is prepared      preparer.json  what the preparer does now
@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import pydantic
 
 from nstrain.base.commands import typed
-from nstrain.base.disk import sha256_bytes
+from nstrain.base.disk import atomic_write_json, sha256_bytes
 from nstrain.base.errors import Refusal
 from nstrain.data.calibration import Calibration, load_calibration
 from nstrain.data.encode import ENCODING_VERSION, Encoder, token_dtype
@@ -28,7 +29,7 @@ from nstrain.data.order import ORDER_VERSION, derive_key
 from nstrain.data.schedule import CyclePlan, Piece, Schedule
 from nstrain.data.sources import Listing, SourceSettings
 from nstrain.data.supply import DOWNLOADS, OnDownload, SuppliedSource, fetched_nothing, placed, supplied
-from nstrain.settings.model import Natural, Positive, Settings, Whole, WholeNumber, load
+from nstrain.settings.model import Natural, Positive, Settings, Whole, WholeNumber, dump, load
 
 LINE_FORMAT: Literal[1] = 1
 
@@ -38,7 +39,7 @@ OF_A_LINE = ("state.json", "manifests", "sources", "cycles", "consumers")
 RESTORE_LINE = (
     "put a copy of it back. Without one: `nstrain data init` into another directory, with the recipe, tokenizer and "
     "options of then, makes the same file (the same `id`, which manifests/ have as `line`); copy that here, and extend "
-    "its schedule as it was"
+    "its schedule and its list `excluded` as they were"
 )
 """What mends a line.json."""
 
@@ -86,13 +87,26 @@ class Fork(Settings):
     """The position at the fork, from which the branch counts on."""
 
 
+class Exclusion(Settings):
+    """A file that is left out of all cycles from one on (`nstrain data exclude`)."""
+
+    source: str
+    """Its source's name."""
+    path: str
+    """Its path in the pinned list."""
+    sha256: str
+    """As pinned."""
+    from_cycle: Positive
+    """The first cycle that could not open it any more; a branch leaves out from its first what its trunk left out."""
+
+
 class LineSettings(Settings):
     """line.json."""
 
     format: Annotated[Literal[1], WholeNumber] = LINE_FORMAT
     """Version of this file's format."""
     id: str
-    """The line's own name: a hash of everything here but the schedule and the places of local sources."""
+    """The line's own name: a hash of everything here but what grows and the places of local sources."""
     order_version: Whole
     """ORDER_VERSION the line was made with; gates."""
     encoding_version: Whole
@@ -114,10 +128,20 @@ class LineSettings(Settings):
     """In the recipe's order."""
     fork: Fork | None = None
     """Of a branch: where it began."""
+    excluded: tuple[Exclusion, ...] = ()
+    """Files that are left out; only grows at its end, and no cycle that was made changes by it."""
+
+    @pydantic.model_serializer(mode="wrap")
+    def _without_an_empty_list(self, handler: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A line that leaves nothing out is written as it was before lines could."""
+        fields: dict[str, Any] = handler(self)
+        if not self.excluded:
+            fields.pop("excluded", None)
+        return fields
 
     def fixed_id(self) -> str:
         """What `id` must be. A field at its default does not count, so that a later field with one changes no id."""
-        fixed = self.model_dump(mode="json", exclude={"id", "schedule"}, exclude_defaults=True)
+        fixed = self.model_dump(mode="json", exclude={"id", "schedule", "excluded"}, exclude_defaults=True)
         for source in fixed["sources"]:
             for place in ("path", "mirrors"):
                 source["settings"].pop(place, None)
@@ -161,7 +185,8 @@ class DataLine:
         if settings.id != settings.fixed_id():
             raise Refusal(
                 f"{path}: was edited: its id is {settings.id}, its fields hash to {settings.fixed_id()}. All but the "
-                "schedule and the sources' paths keep their value for the line's life; put back the original. "
+                "schedule, `excluded` and the sources' paths keep their value for the line's life; put back the "
+                "original. "
                 f"If nobody edited it: {RESTORE_LINE}"
             )
         names = [source.settings.name for source in settings.sources]
@@ -171,8 +196,18 @@ class DataLine:
                     f"{path}: a recipe of the schedule has {', '.join(piece.recipe)}; expected some of the line's "
                     f"sources in their order: {', '.join(names)}. If nobody edited it: {RESTORE_LINE}"
                 )
+        for file in settings.excluded:
+            if file.source not in names:
+                raise Refusal(f"{path}: leaves out a file of {file.source}, which is no source of it; {RESTORE_LINE}")
         fork_tokens = settings.fork.tokens if settings.fork else 0
         return cls(work, settings, Schedule(settings.schedule, settings.unit_tokens, fork_tokens))
+
+    def grow(self, settings: LineSettings) -> None:
+        """Replace line.json by settings that add to this line's. Raises `Refusal` if it changed since it was opened."""
+        path = self.work / "line.json"
+        if load(LineSettings, path) != self.settings:
+            raise Refusal(f"{path}: another command has changed it meanwhile; type this one again")
+        atomic_write_json(path, dump(settings))
 
     @property
     def id(self) -> str:
@@ -248,6 +283,31 @@ class DataLine:
             path = self.work / "sources" / name / "files.parquet"
             self._listings[name] = Listing.load(path, pinned.listing_sha256)
         return self._listings[name]
+
+    def excluded(self, cycle: int) -> dict[str, list[str]]:
+        """The paths of the files that a cycle leaves out, sorted, by source; sources without one are not there."""
+        found: dict[str, list[str]] = {}
+        for file in self.settings.excluded:
+            if file.from_cycle <= cycle:
+                found.setdefault(file.source, []).append(file.path)
+        return {name: sorted(paths) for name, paths in sorted(found.items())}
+
+    def listing_for(self, name: str, cycle: int) -> Listing:
+        """A source's pinned files as a cycle may open them: without those left out.
+
+        Raises `Refusal` if line.json leaves out a file that is not pinned.
+        """
+        listing = self.listing(name)
+        paths = {f.path: f.sha256 for f in self.settings.excluded if f.source == name and f.from_cycle <= cycle}
+        if not paths:
+            return listing
+        places = [file for files in listing.files for file in files if paths.get(file.path) == file.sha256]
+        if unknown := sorted(set(paths) - {file.path for file in places}):
+            raise Refusal(
+                f"{self.work / 'line.json'}: leaves out {unknown[0]!r} of source {name} with sha256 "
+                f"{paths[unknown[0]]}, which is not among its pinned files; {RESTORE_LINE}"
+            )
+        return dataclasses.replace(listing, left_out=frozenset((file.stratum, file.order) for file in places))
 
     def encoder(self) -> Encoder:
         """The line's encoder, proven to give the ids it gave when the line was made. Raises `Refusal`."""

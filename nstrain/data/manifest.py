@@ -29,6 +29,7 @@ MANIFEST_FORMAT = 1
 
 def manifest_head(line: DataLine, plan: CyclePlan) -> dict[str, Any]:
     """The part of a manifest that is known before anything is drawn."""
+    excluded = line.excluded(plan.cycle)
     return {
         "format": MANIFEST_FORMAT,
         "line": line.id,
@@ -48,6 +49,7 @@ def manifest_head(line: DataLine, plan: CyclePlan) -> dict[str, Any]:
         "cycle_tokens": plan.tokens,
         "segment_units": plan.segment_units,
         "segments": plan.segments,
+        **({"excluded": excluded} if excluded else {}),
     }
 
 
@@ -124,7 +126,9 @@ def last_prepared(line: DataLine) -> int:
 def refuse_edited_past(line: DataLine, manifest: dict[str, Any]) -> None:
     """Refuse a line that says something else of a prepared cycle than its manifest, naming the first difference."""
     cycle = manifest["cycle"]
-    for name, now in manifest_head(line, line.cycle_plan(cycle)).items():
+    if manifest.get("excluded", {}) != line.excluded(cycle):  # a file may have been left out since it was opened
+        line = DataLine.open(line.work)
+    for name, now in {"excluded": None, **manifest_head(line, line.cycle_plan(cycle))}.items():
         if manifest.get(name) != now:
             raise Refusal(
                 f"{line.work / 'line.json'}: cycle {cycle} was prepared with {name} {manifest.get(name)!r}, found "

@@ -152,11 +152,14 @@ class OpenerPool:
             for request in (request for task, _ in died for request in task.requests):
                 self.close()
                 for _, status in self._work_off(iter([[request]]), 1, progress, opened):
-                    raise bad_upload(
+                    deadly = bad_upload(
                         f"source {request.source.name}: {request.source.root / request.file.path}",
                         "opening it",
                         f"two worker processes died of it, the second with no other running: {_how(status)}",
                     )
+                    deadly.found_in(request.source.name, request.file.path)
+                    deadly.may_pass = status > 0 or status == -signal.SIGKILL  # as if for its memory
+                    raise deadly
         except BaseException:
             self.close()
             raise

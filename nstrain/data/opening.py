@@ -9,6 +9,8 @@ shares     A stratum's share in the cycle is what it has left over what the sour
            bytes of its unopened files at its tokens a byte, those of the calibration and of all that it has opened so
            far taken together. Shares are fixed for the cycle and stored in its manifest; deficits restart with each.
 
+left out   A file that the line leaves out from this cycle on is passed over: it keeps its place and counts for nothing.
+
 A stratum that has opened everything is known exactly, so strata end together with their source and not before it.
 """
 
@@ -74,7 +76,7 @@ class _Opener:
                 state=state,
                 left=sum(file.left for file in state.open),
                 longest=max((files.get(i, f.order).longest_from(f.cursor) for f in state.open), default=0),
-                unopened_bytes=sum(file.text_bytes for file in listing.files[i][state.next_file :]),
+                unopened_bytes=sum(file.text_bytes for file in listing.unopened(i, state.next_file)),
             )
             for i, state in enumerate(before.strata)
         ]
@@ -89,9 +91,8 @@ class _Opener:
     def short(self, index: int, need: int) -> bool:
         """Whether a stratum has to open another file to hold `need` tokens, and has one."""
         stratum = self.strata[index]
-        return stratum.state.next_file < len(self.listing.files[index]) and (
-            len(stratum.state.open) < self.open_files or stratum.left < need + stratum.longest
-        )
+        more = len(stratum.state.open) < self.open_files or stratum.left < need + stratum.longest
+        return more and next(self.listing.unopened(index, stratum.state.next_file), None) is not None
 
     def open_all(self, needs: Sequence[int], rates: Sequence[Fraction]) -> bool:
         """Open files until no stratum is short of its need; says whether any was opened."""
@@ -121,7 +122,7 @@ class _Opener:
         missing = need + stratum.longest - stratum.left
         at_least = self.open_files - len(stratum.state.open)
         likely: list[int] = []
-        for file in self.listing.files[index][stratum.state.next_file :]:
+        for file in self.listing.unopened(index, stratum.state.next_file):
             likely.append(file.order)
             missing -= int(file.text_bytes * rate)
             if (missing <= 0 and len(likely) >= at_least) or len(likely) == GUESSED_FILES:
@@ -131,8 +132,8 @@ class _Opener:
     def _open_next(self, index: int) -> None:
         stratum = self.strata[index]
         state = stratum.state
-        pinned = self.listing.files[index][state.next_file]
-        file = self.files.get(index, state.next_file)
+        pinned = next(self.listing.unopened(index, state.next_file))
+        file = self.files.get(index, pinned.order)
         tokens = len(file.tokens)
         opened = state.open
         if file.documents:
@@ -142,7 +143,7 @@ class _Opener:
             opened = (*opened, whole)
         stratum.unopened_bytes -= pinned.text_bytes
         stratum.state = StratumState(
-            state.next_file + 1, opened, state.opened_bytes + pinned.text_bytes, state.opened_tokens + tokens
+            pinned.order + 1, opened, state.opened_bytes + pinned.text_bytes, state.opened_tokens + tokens
         )
         self.counts = self.counts.plus(
             files=1, rows=file.rows, documents=file.documents, held_out=file.held_out, rejected=file.rejected
@@ -176,9 +177,9 @@ def stratum_rates(states: Sequence[StratumState], calibrated: Sequence[Rate]) ->
 def expected_left(listing: Listing, state: SourceState, calibrated: Sequence[Rate]) -> int:
     """Tokens that a source is expected to have left: exact where it is open, by its strata's rates elsewhere."""
     left = Fraction(state.tail.tokens if state.tail else 0)
-    for files, stratum, rate in zip(listing.files, state.strata, stratum_rates(state.strata, calibrated), strict=True):
+    for i, (stratum, rate) in enumerate(zip(state.strata, stratum_rates(state.strata, calibrated), strict=True)):
         left += sum(file.left for file in stratum.open)
-        left += sum(file.text_bytes for file in files[stratum.next_file :]) * rate
+        left += sum(file.text_bytes for file in listing.unopened(i, stratum.next_file)) * rate
     return int(left)
 
 
@@ -196,15 +197,16 @@ def expected_opened(
     if state.tail is not None:
         left[state.tail.stratum] += state.tail.tokens
     unopened = [
-        sum(file.text_bytes for file in files[stratum.next_file :]) * rate
-        for files, stratum, rate in zip(listing.files, state.strata, rates, strict=True)
+        sum(file.text_bytes for file in listing.unopened(i, stratum.next_file)) * rate
+        for i, (stratum, rate) in enumerate(zip(state.strata, rates, strict=True))
     ]
     total = sum(left) + sum(unopened)
     opened = Fraction(0)
     document = Fraction(sum(s.opened_tokens for s in state.strata), max(1, state.counts.documents))
-    for files, stratum, rate, has, beyond in zip(listing.files, state.strata, rates, left, unopened, strict=True):
+    of_strata = zip(state.strata, rates, left, unopened, strict=True)
+    for i, (stratum, rate, has, beyond) in enumerate(of_strata):
         need, count = targets * (has + beyond) / total if total else Fraction(0), len(stratum.open)
-        for file in files[stratum.next_file :]:
+        for file in listing.unopened(i, stratum.next_file):
             if has >= need + document and count >= open_files:
                 break
             tokens = file.text_bytes * rate

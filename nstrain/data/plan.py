@@ -115,8 +115,9 @@ def plan_line(line: DataLine) -> LinePlan | None:
     before = states_before(line, upcoming)
     plans, open_files = [], line.settings.open_files
     for name in line.source_names:
-        rates = calibration.rates(line.source(name), line.listing(name))
-        left = expected_left(line.listing(name), before[name], rates)
+        listing = line.listing_for(name, upcoming)
+        rates = calibration.rates(line.source(name), listing)
+        left = expected_left(listing, before[name], rates)
         takes, out_in = 0, None
         for cycle in range(upcoming, (count or upcoming + OPEN_ENDED_CYCLES) + 1):
             plan = line.cycle_plan(cycle)
@@ -128,7 +129,7 @@ def plan_line(line: DataLine) -> LinePlan | None:
                     break
         first = line.cycle_plan(upcoming)
         in_first = dict(zip(first.sources, first.source_tokens, strict=True)).get(name, 0)
-        opens = expected_opened(line.listing(name), before[name], rates, in_first, open_files) if in_first else 0
+        opens = expected_opened(listing, before[name], rates, in_first, open_files) if in_first else 0
         plans.append(SourcePlan(name, left, in_first, takes if count is not None else None, opens, out_in))
     first = line.cycle_plan(upcoming)
     no_room = None

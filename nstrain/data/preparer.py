@@ -29,6 +29,7 @@ from nstrain.data.encode import Encoder
 from nstrain.data.line import DataLine
 from nstrain.data.manifest import last_manifest, refuse_edited_pasts
 from nstrain.data.opener_pool import OpenerPool, default_workers
+from nstrain.data.readers import UnusableFile
 from nstrain.data.room import CheckpointRoom
 from nstrain.gpu.readings import LINE_VARIABLE
 from nstrain.line.orphaned import tell_of_the_supervisors_death, trainer_lives
@@ -255,7 +256,7 @@ def run_preparer(
 
     Raises `Refusal` if another one runs and does not end in `wait_s`.
     """
-    preparer = Preparer(work, ahead_cycles, until_cycle, stop, on_status, workers)
+    DataLine.open(work)  # what is none gets no lock
     lock = preparer_lock(work)
 
     def tell(pid: int | None) -> None:
@@ -266,8 +267,14 @@ def run_preparer(
     except NstrainError as error:
         raise Refusal(str(error)) from None
     with lock:
-        on_ready()
-        return preparer.run()
+        on_ready()  # only now: line.json may have changed while another process had the lock
+        return Preparer(work, ahead_cycles, until_cycle, stop, on_status, workers).run()
+
+
+def cannot_pass(error: NstrainError) -> bool:
+    """Whether what ended a preparer stays so until a person does something: a source that is used up, a file of which
+    no text can be had. Anything else may be mended by itself."""
+    return isinstance(error, Exhausted) or (isinstance(error, UnusableFile) and not error.may_pass)
 
 
 def read_status(work: Path) -> PreparerStatus | None:
@@ -326,8 +333,7 @@ def main() -> int:
         )
     except NstrainError as error:
         print(f"preparer: {error}", file=sys.stderr, flush=True)
-        # Whatever else fails may be mended by itself, and is tried again; a source that is used up stays so.
-        return int(ExitCode.NEEDS_OPERATOR if isinstance(error, Exhausted) else error.exit_code)
+        return int(ExitCode.NEEDS_OPERATOR if cannot_pass(error) else error.exit_code)
     finally:
         line = os.environ.get(LINE_VARIABLE)
         if line is not None and parent_gone() and not trainer_lives(LinePaths(Path(line))):

@@ -156,7 +156,7 @@ def _opened_tokens(line: DataLine, cycle: int) -> dict[str, int]:
     plan, before, calibration = line.cycle_plan(cycle), states_before(line, cycle), line.calibration()
     found = {}
     for name, targets in zip(plan.sources, plan.source_tokens, strict=True):
-        listing, state = line.listing(name), before[name]
+        listing, state = line.listing_for(name, cycle), before[name]
         rates, open_files = calibration.rates(line.source(name), listing), line.settings.open_files
         found[name] = sum(file.tokens for stratum in state.strata for file in stratum.open)
         found[name] += expected_opened(listing, state, rates, targets, open_files)

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -202,6 +202,9 @@ class Listing:
 
     strata: tuple[str, ...]
     files: tuple[tuple[PinnedFile, ...], ...]
+    left_out: frozenset[tuple[int, int]] = frozenset()
+    """(stratum, order) of the files that are not to be opened any more (`DataLine.listing_for`). They keep their place,
+    and are no part of what is pinned."""
 
     @property
     def bytes_by_stratum(self) -> tuple[int, ...]:
@@ -211,6 +214,11 @@ class Listing:
     def file(self, stratum: int, order: int) -> PinnedFile:
         """A stratum's file by its place in the opening order."""
         return self.files[stratum][order]
+
+    def unopened(self, stratum: int, first: int) -> Iterator[PinnedFile]:
+        """A stratum's files from a place in its opening order on, as they are opened: without those left out."""
+        files = self.files[stratum]
+        return (files[order] for order in range(first, len(files)) if (stratum, order) not in self.left_out)
 
     @property
     def count(self) -> int:

@@ -22,9 +22,11 @@ from nstrain.base.commands import typed
 from nstrain.base.disk import canonical_json, directory_by_rename, read_json, sha256_bytes
 from nstrain.base.errors import Refusal
 from nstrain.data.encode import Encoder
+from nstrain.data.exclude import leaving_out_is_offered
 from nstrain.data.line import DataLine
 from nstrain.data.order import refuse_row_length
-from nstrain.data.readers import read_pinned
+from nstrain.data.readers import UnusableFile, read_pinned
+from nstrain.data.sources import PinnedFile, SourceSettings
 from nstrain.data.supply import OnDownload, fetched_nothing
 
 VALIDATION_FORMAT = 2
@@ -64,7 +66,8 @@ def collect_held_out(
     with directory_by_rename(line.work / "val") as directory:
         sources = {}
         for name in line.source_names:
-            gathered, leak = _gather(line, name, encoder, target, progress, on_download)
+            with leaving_out_is_offered(line):
+                gathered, leak = _gather(line, name, encoder, target, progress, on_download)
             groups, stream = _groups(line, name, gathered)
             data = stream.astype(line.token_dtype).tobytes()
             (directory / f"{name}.bin").write_bytes(data)
@@ -106,7 +109,12 @@ def _gather(
     progress: Callable[[str, float], None],
     on_download: OnDownload,
 ) -> tuple[list[_Gathered], dict[str, float]]:
-    """Held-out documents by stratum, and the control tokens a million: by the library's default, and by ours."""
+    """Held-out documents by stratum, and the control tokens a million: by the library's default, and by ours.
+
+    Of the files that the line leaves out only those that cannot be used are passed over, so that the same is gathered
+    before and after one is left out.
+    """
+    left_out = {file.path for file in line.settings.excluded if file.source == name}
     supplied, listing = line.supplied(name, on_download), line.listing(name)
     source, supply = supplied.settings, supplied.supply
     supply.fetch([files[0] for files in listing.files])  # most strata need no other; they stay until they are opened
@@ -122,6 +130,8 @@ def _gather(
             if into.count >= want:
                 break
             supply.fetch([file])
+            if file.path in left_out and not _is_usable(source, file, listing.strata[stratum]):
+                continue
             rows = read_pinned(source, file, listing.strata[stratum])
             held_out = (row.text for row in rows if row.text is not None and source.is_held_out(row.text))
             while texts := _some(held_out):
@@ -140,6 +150,16 @@ def _gather(
         "library_default": 1e6 * default_control / max(1, default_total),
         "plain_text": 1e6 * plain_control / max(1, plain_total),
     }
+
+
+def _is_usable(source: SourceSettings, file: PinnedFile, stratum: str) -> bool:
+    """Whether a file can be read to its end."""
+    try:
+        for _ in read_pinned(source, file, stratum):
+            pass
+    except UnusableFile:
+        return False
+    return True
 
 
 def _some(texts: Iterator[str]) -> list[str]:

@@ -51,6 +51,8 @@ def verify_line(line: DataLine, progress: Callable[[str], None] = lambda what: N
         look(f"pinned files of {name}", lambda name=name: _pinned(line, name))  # type: ignore[misc]
     look("calibration", lambda: f"{len(line.calibration().sources)} sources")
     look("tokenizer", lambda: f"{line.encoder().vocabulary.size:,} ids; control tokens in a text stay text")
+    for name in sorted({file.source for file in line.settings.excluded}):
+        look(f"files of {name} that are left out", lambda name=name: _left_out(line, name))  # type: ignore[misc]
     if (line.work / "val").exists():
         look("held-out rows", lambda: _held_out(line))
     look("consumers", lambda: ", ".join(consumer.id for consumer in read_consumers(line.work)) or "none")
@@ -67,6 +69,13 @@ def _pinned(line: DataLine, name: str) -> str:
         f"the list of {line.listing(name).count:,} files; the files are not read here, but hashed when they are opened "
         "(`nstrain check RUN --deep` hashes those on this machine)"
     )
+
+
+def _left_out(line: DataLine, name: str) -> str:
+    files = [file for file in line.settings.excluded if file.source == name]
+    for cycle in {file.from_cycle for file in files}:
+        line.listing_for(name, cycle)
+    return ", ".join(f"{file.path} (from cycle {file.from_cycle})" for file in files)
 
 
 def _held_out(line: DataLine) -> str:
@@ -111,9 +120,15 @@ def _following(
     documents = 0
     for name, source in manifest["sources"].items():
         _refuse_other_start(f"{path}: source {name}", source, before[name])
+        left_out = line.listing_for(name, cycle).left_out if name in line.excluded(cycle) else frozenset()
         for segment in source["segments"]:
             for stratum, order, first, end in segment:
                 key = (name, stratum, order)
+                if (stratum, order) in left_out:
+                    raise Refusal(
+                        f"{path}: source {name} takes documents of file {order} of stratum {stratum}, which "
+                        f"{line.work / 'line.json'} leaves out of this cycle"
+                    )
                 if taken.get(key, 0) != first:
                     raise Refusal(
                         f"{path}: source {name} takes documents {first} ... {end - 1} of file {order} of stratum "

@@ -321,7 +321,9 @@ class _Checks:
             if source.kind == "hub":  # its files are fetched, and verified, when they are needed
                 continue
             root = source.root
-            for file in (file for stratum in self.line.listing(name).files for file in stratum):
+            left_out = {file.path for file in self.line.settings.excluded if file.source == name}
+            listed = (file for stratum in self.line.listing(name).files for file in stratum)
+            for file in (file for file in listed if file.path not in left_out):
                 files += 1
                 if problem := self._file_problem(root, file):
                     problems.append(f"source {name}: {problem}")

@@ -4,9 +4,10 @@ A data line has one preparer, whoever's line or command it belongs to. If anothe
 supervisor relies on that one and starts its own only when the lock is free. One that fails is started again after a
 wait that grows with the failures in a row; it goes on with the same files, and the trainer with the cycles that are
 ready. Whatever stopped it may pass - a source that is away, a token that has expired, a disk - so this goes on without
-end, and is notified once a row of failures. Two things do not pass: a source that is used up (the preparer says so with
-an exit code of its own), and a preparer that is done although the trainer waits for a cycle. Then no more data will
-come, which `failure` says, and the line ends once the trainer has used up what is ready.
+end, and is notified once a row of failures. Three things do not pass: a source that is used up and a file that cannot
+be used (the preparer says so with an exit code of its own), and a preparer that is done although the trainer waits for
+a cycle. Then no more data will come, which `failure` says and a notice, and the line ends once the trainer has used up
+what is ready; if a person changes line.json before that - leaves the file out, say - the preparer is started again.
 
 A preparer that finished is started again, once, should the trainer wait for a cycle (one that was deleted, say). While
 none runs, cycles that every consumer is past are deleted here.
@@ -82,6 +83,8 @@ class PreparerKeeper:
         self._prepared = 0
         """Cycles that were prepared when it last failed."""
         self._consumer_seen: int | None = None
+        self._line_seen: tuple[int, int] | None = None
+        """What line.json was when the last preparer was started (`_line_stamp`)."""
         self.failure: Ending | None = None
         """Why no more data will come, if none will."""
 
@@ -99,12 +102,16 @@ class PreparerKeeper:
                 self._end_silent(self._preparer, hungry)
                 return
             self._ended(self._preparer, code, hungry)
+        if self.failure is not None and not hungry and self._line_stamp() != self._line_seen:
+            self._report.tell(f"{self._work / 'line.json'} was changed: the preparer is started again")
+            self._report.update(reason=None)
+            self.failure = None
         if self.failure is not None or not wanted:
             return
         if self._finished and self._clock() - self._finished_at < self._pace.fed_s:
             return
         if hungry and self._fed_again:
-            self._fail(ExitCode.FAILED, "it is done, but the trainer still waits for a cycle")
+            self._fail(ExitCode.FAILED, "it is done, but the trainer still waits for a cycle", hungry)
         elif hungry or not self._finished:
             self._start()
 
@@ -129,7 +136,7 @@ class PreparerKeeper:
                 self._report.update(preparer_pid=self._holder)
                 self._report.tell(f"{self._work} is prepared by process {self._holder} already; relying on it")
             return
-        self._holder = None
+        self._holder, self._line_seen = None, self._line_stamp()
         try:
             self._preparer = Child("preparer", self._command, self._pipe, self._paths.run_log, self._paths.root)
         except OSError as error:
@@ -164,9 +171,17 @@ class PreparerKeeper:
             error = told.error if told is not None and told.stage == "failed" else None
             what = error or f"it {describe_exit(code)}\n{words}".strip()
             if code == ExitCode.NEEDS_OPERATOR:
-                self._fail(ExitCode.NEEDS_OPERATOR, what)
+                self._fail(ExitCode.NEEDS_OPERATOR, what, hungry)
             else:
                 self._failed(what)
+
+    def _line_stamp(self) -> tuple[int, int] | None:
+        """What tells line.json from what it was before a change."""
+        try:
+            found = (self._work / "line.json").stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
 
     def _failed(self, what: str) -> None:
         """Count a failure and set the time of the next start."""
@@ -187,11 +202,14 @@ class PreparerKeeper:
             self._failures = 0
             self._report.update(preparer_failures=0)
 
-    def _fail(self, exit_code: ExitCode, what: str) -> None:
-        """Note that no more data will come, and why."""
+    def _fail(self, exit_code: ExitCode, what: str, hungry: bool) -> None:
+        """Note that no more data will come, and why; it is notified while there is time, the line's end is anyway."""
         self.failure = Ending("failed", exit_code, f"the preparer of {self._work}: {what}", "failed")
-        self._report.tell(f"{self.failure.reason}; training goes on with the cycles that are ready")
+        text = f"{self.failure.reason}; training goes on with the cycles that are ready"
+        self._report.tell(text)
         self._report.update(reason=self.failure.reason)
+        if not hungry:
+            self._report.notify("preparer_failing", text)
 
     def delete_consumed(self, at_end: bool = False) -> None:
         """Delete cycles that every consumer is past, if it runs no preparer; looks only when our own entry moved."""

@@ -19,7 +19,7 @@ from tokenizers import pre_tokenizers
 from nstrain.base.disk import sha256_bytes, sha256_file
 from nstrain.data.calibration import Calibration, SourceCalibration, StratumCalibration
 from nstrain.data.encode import ENCODING_VERSION, Encoder
-from nstrain.data.line import LINE_FORMAT, DataLine, Fork
+from nstrain.data.line import LINE_FORMAT, DataLine, Exclusion, Fork
 from nstrain.data.manifest import MANIFEST_FORMAT
 from nstrain.data.opening import SHARE_ONE
 from nstrain.data.order import ORDER_VERSION
@@ -138,7 +138,7 @@ def test_every_field_of_a_recipe_and_a_line_is_documented(line: DataLine) -> Non
     documented = (Path(__file__).parents[2] / "docs" / "reference" / "data-line.md").read_text()
     fields = [*type(line.settings).model_fields, *SourceSettings.model_fields]
     fields += [*type(line.settings.schedule[0]).model_fields, *type(line.settings.tokenizer).model_fields]
-    fields += [*type(line.settings.sources[0]).model_fields, *Fork.model_fields]
+    fields += [*type(line.settings.sources[0]).model_fields, *Fork.model_fields, *Exclusion.model_fields]
     fields += [*Calibration.model_fields, *SourceCalibration.model_fields, *StratumCalibration.model_fields]
     fields += [*pq.read_table(line.work / "sources" / "x" / "files.parquet").column_names]
     for field in fields:

@@ -208,5 +208,7 @@ def test_errors_cross_processes_as_they_are(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(BadUpload) as error:
         texts(path)
+    error.value.found_in("web", "rows.parquet")
     again: Any = pickle.loads(pickle.dumps(error.value))
     assert (type(again), str(again)) == (BadUpload, str(error.value))
+    assert (again.source, again.path, again.may_pass) == ("web", "rows.parquet", False)

@@ -278,9 +278,13 @@ def test_a_file_that_kills_its_worker_is_a_bad_upload(
     for workers in (1, 3):
         with (
             OpenerPool(encoder, workers) as pool,
-            pytest.raises(BadUpload, match=rf"source web: .*{asked[0].file.path}: opening it: two worker .*SIGKILL"),
+            pytest.raises(
+                BadUpload, match=rf"source web: .*{asked[0].file.path}: opening it: two worker .*SIGKILL"
+            ) as error,
         ):
             pool.open(asked)
+        assert (error.value.source, error.value.path) == ("web", asked[0].file.path)
+        assert error.value.may_pass, "it may have been for lack of memory: that is tried again"
 
 
 def test_workers_that_cannot_start_are_no_fault_of_a_file(

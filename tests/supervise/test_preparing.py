@@ -14,7 +14,7 @@ from foreground import QUICK, preparer_command, trainer_command
 from notice_sink import notices, set_notify
 from supervise_helpers import SupervisorProcess, set_guards, starts, supervise, wait_until, work_of
 
-from nstrain.base.disk import FileLock
+from nstrain.base.disk import FileLock, atomic_write
 from nstrain.base.errors import ExitCode
 from nstrain.data.cycles import cycles_on_disk
 from nstrain.data.line import DataLine
@@ -205,6 +205,32 @@ def test_a_source_that_is_used_up_does_not_end_a_trainer_that_has_data(paths: Li
     assert "ran out" in (look.reason or "")
     running.process.terminate()
     assert running.wait()[0] == ExitCode.STOPPED
+
+
+def test_a_preparer_that_ended_for_a_person_is_started_again_once_line_json_is_changed(paths: LinePaths) -> None:
+    """As `nstrain data exclude` and `extend` change it; and it is told while there is time."""
+    work, heard, pipe = work_of(paths), Heard(), DeathPipe()
+    pace = dataclasses.replace(QUICK, preparer_retry_s=0.0)
+    command = preparer_command("exhausted,exhausted,idle")
+    keeper = PreparerKeeper(paths, load_run(paths.run_json), command, pipe, pace, heard)
+
+    def look(hungry: bool = False) -> bool:
+        keeper.watch(hungry, wanted=True)
+        return keeper.running()
+
+    for times in (1, 2):
+        wait_until(lambda: (look(), keeper.failure is not None)[1])
+        assert heard.events == ["preparer_failing"] * times
+        assert "ran out" in str(heard.fields["reason"])
+        assert not any(look() for _ in range(5))
+        atomic_write(work / "line.json", (work / "line.json").read_bytes())
+        assert not look(hungry=True), "the supervisor has asked the trainer to stop by then"
+        assert look()
+        assert heard.fields["reason"] is None
+    wait_until(lambda: len(starts(work, "preparer")) == 3)
+    assert keeper.failure is None
+    keeper.end()
+    pipe.close()
 
 
 def test_finished_preparer_is_started_once_more_for_a_trainer_that_waits(paths: LinePaths) -> None:

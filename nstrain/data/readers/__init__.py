@@ -1,6 +1,6 @@
 """From a file of a source to its documents' texts: formats, the rule for bad rows, errors told apart."""
 
-from nstrain.data.readers.errors import BadUpload, ChangedFile, MissingColumn, bad_upload
+from nstrain.data.readers.errors import BadUpload, ChangedFile, MissingColumn, UnusableFile, bad_upload
 from nstrain.data.readers.formats import Estimate, estimate, read_rows, refuse_missing_columns, scan_columns
 from nstrain.data.readers.pinned import read_pinned, verify_pinned
 from nstrain.data.readers.rows import MAX_DOCUMENT_BYTES, NO_STRATUM, Row
@@ -15,6 +15,7 @@ __all__ = [
     "MissingColumn",
     "ReaderSettings",
     "Row",
+    "UnusableFile",
     "bad_upload",
     "estimate",
     "read_pinned",

@@ -3,6 +3,9 @@
 A damaged upload has the bytes that were pinned, so fetching it again cannot help; a changed file has others. A single
 bad row is neither: it is rejected by the rule in `rows` and counted. What the operating system reports (a read error, a
 stale network handle) stays an OSError, for it may be gone at the next try.
+
+What is to be done about a file that cannot be used depends on who meets it: before a line is made the recipe can leave
+it out, later the line can (`nstrain.data.exclude`). So such an error keeps what is wrong and of which file apart.
 """
 
 from __future__ import annotations
@@ -19,20 +22,46 @@ class ChangedFile(Refusal):
     """A file whose bytes are not those that the line pinned, or that is gone."""
 
 
-class BadUpload(Refusal):
+class UnusableFile(Refusal):
+    """A file with the pinned bytes of which no text can be had, however often it is tried."""
+
+    source = path = ""
+    """Its source's name and its pinned path, once they are known (`found_in`)."""
+    may_pass = False
+    """Whether it may be the machine's fault all the same: the reader was killed, as it is when memory runs out."""
+
+    def __init__(self, fault: str, remedy: str = "") -> None:
+        """`fault` names the file, the place in it and what is wrong; `remedy` holds until a line was made with it."""
+        super().__init__(fault, remedy)
+        self.fault, self.remedy = fault, remedy
+
+    def __str__(self) -> str:
+        return self.fault + self.remedy
+
+    def found_in(self, source: str, path: str) -> None:
+        """Note which pinned file it is."""
+        self.source, self.path = source, path
+
+
+class BadUpload(UnusableFile):
     """A file with the pinned bytes that cannot be read: truncated, corrupt, or deadly to its reader."""
 
 
-class MissingColumn(Refusal):
+class MissingColumn(UnusableFile):
     """A file without the column that the recipe names, or with something else than text in it."""
 
 
 def bad_upload(where: str, place: str, what: str) -> BadUpload:
     """The error for a file that is damaged at a place (a row group, a line) of it."""
     return BadUpload(
-        f"{where}: {place}: {what}. The file has the bytes that were pinned, so it was damaged before it was uploaded; "
-        "make a new line without it (exclude it by a glob in the recipe) or from a revision in which it is whole"
+        f"{where}: {place}: {what}. The file has the bytes that were pinned, so it was damaged before it was uploaded",
+        "; make a new line without it (exclude it by a glob in the recipe) or from a revision in which it is whole",
     )
+
+
+def missing_column(where: str, problem: str, there: str) -> MissingColumn:
+    """The error for a file whose columns, `there`, are not those of the recipe."""
+    return MissingColumn(f"{where}: {problem}; it has {there}", ". Correct the column in the recipe")
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from nstrain.data.readers.errors import MissingColumn
+from nstrain.data.readers.errors import missing_column
 from nstrain.data.readers.jsonl import jsonl_columns, read_jsonl, stored_bytes
 from nstrain.data.readers.parquet import parquet_columns, read_parquet, refuse_parquet_columns
 from nstrain.data.readers.rows import MAX_DOCUMENT_BYTES, Position, Row, read_text
@@ -61,7 +61,7 @@ def refuse_missing_columns(reader: ReaderSettings, path: Path, where: str) -> No
             problem = f"column {name!r} holds {there[name]}; expected strings"
         if problem is not None:
             columns = ", ".join(f"{column} ({type})" for column, type in there.items())
-            raise MissingColumn(f"{where}: {problem}; it has {columns}. Correct the column in the recipe")
+            raise missing_column(where, problem, columns)
 
 
 @dataclasses.dataclass(frozen=True)

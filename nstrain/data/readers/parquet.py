@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from nstrain.data.readers.errors import MissingColumn, bad_upload, damage_is_named
+from nstrain.data.readers.errors import bad_upload, damage_is_named, missing_column
 from nstrain.data.readers.rows import MAX_DOCUMENT_BYTES, Position, Row, decoded, stratum_name
 from nstrain.data.readers.settings import LIST, ColumnPath, ReaderSettings
 
@@ -171,7 +171,7 @@ class _Columns:
                     else f"column {name!r} has type {same_name[0].type}; expected {what}"
                 )  # fmt: skip
                 there = ", ".join(f"{leaf.name} ({leaf.type})" for leaf in leaves)
-                raise MissingColumn(f"{where}: {problem}; it has {there}. Correct the column in the recipe")
+                raise missing_column(where, problem, there)
             found.append(same_name[0])
         indices, paths = tuple(leaf.index for leaf in found), [leaf.stored_name for leaf in found]
         return cls(reader.text, reader.stratum, indices, paths)

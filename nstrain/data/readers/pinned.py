@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nstrain.base.disk import sha256_file
-from nstrain.data.readers.errors import ChangedFile
+from nstrain.data.readers.errors import ChangedFile, UnusableFile
 from nstrain.data.readers.formats import read_rows
 from nstrain.data.readers.rows import Row
 from nstrain.data.sources import PinnedFile, SourceSettings, resolve_inside
@@ -22,7 +22,11 @@ def read_pinned(source: SourceSettings, file: PinnedFile, stratum: str) -> Itera
     path = resolve_inside(source.root, file.path)
     before = verify_pinned(path, file, source.name)
     only = stratum if source.rows.stratum_column is not None else None
-    yield from read_rows(source.rows, path, f"source {source.name}: {path}", only)
+    try:
+        yield from read_rows(source.rows, path, f"source {source.name}: {path}", only)
+    except UnusableFile as error:
+        error.found_in(source.name, file.path)
+        raise
     if _stamp(path.stat()) != before:
         raise ChangedFile(f"source {source.name}: {path} was written to while it was read; {_remedy(file)}")
 
