@@ -85,7 +85,9 @@ def growth(root: Path, tokenizer: Path, what: str, name: str, rows: int, words: 
 FILES = ["flat.parquet", "nested.parquet", "rows.jsonl", "rows.jsonl.zst", "rows.jsonl.gz"]
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name.endswith((".jsonl", ".zst")) else ()) for name in FILES]
+)
 def test_reading_takes_a_few_megabytes(tmp_path: Path, tokenizer: Path, name: str) -> None:
     peak, size = growth(tmp_path, tokenizer, "read", name, rows=50_000, words=500)
     assert size > 75 * MIB

@@ -290,6 +290,7 @@ def check_schedule(built: Built) -> None:
     assert firsts == {name: tails[name] for name in firsts}
 
 
+@pytest.mark.slow  # the demo trains on this machine's text as well
 def test_a_sample_of_the_machine(tokenizer: Path, tmp_path: Path) -> None:
     built = build(tmp_path, tokenizer, budget=80_000, held_out=0.15, unit_tokens=32, workers=0)
     assert len(built.truths) >= 10

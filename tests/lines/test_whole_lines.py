@@ -59,6 +59,7 @@ def _launches(run: Path) -> int:
     return int(json.loads((run / "supervisor.json").read_text())["launches"])
 
 
+@pytest.mark.slow  # trainers are killed by the dozen elsewhere, supervised lines in test_supervised_soak.py
 def test_killed_three_times_it_ends_with_the_same_bits(through: Path, tmp_path: Path) -> None:
     """kill -9 of the supervisor, of the trainer, which it starts again, and of the supervisor once more."""
     run = make_line(tmp_path)

@@ -101,6 +101,7 @@ def test_stopped_at_every_update(through: LinePaths, data: DataLine, tmp_path: P
     assert_equal(paths, through)
 
 
+@pytest.mark.slow  # stopped at every edge above, killed at any step in test_trainer_process.py
 def test_killed_around_the_edges(through: LinePaths, data: DataLine, tmp_path: Path) -> None:
     """kill -9 before or after an update's row was recorded; each time the line is back at the edge before."""
     paths = make_edged(tmp_path / "run", data)

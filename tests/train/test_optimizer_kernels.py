@@ -64,7 +64,7 @@ def apply(flat: FlatParameters, step: torch.Tensor, rate: float, move: float = 0
     return norms.total.item(), bool(clip.skip)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_updates_with_skips_equal_the_formula_in_fp64(dtype: torch.dtype) -> None:
     flat, step, applied, clipped = flat_of(dtype), torch.tensor(0.0, device=DEVICE), 0, 0
     state = {g.name: [g.buffer(kind).double() for kind in ALL_KINDS] for g in flat.groups}
