@@ -79,7 +79,7 @@ def test_first_checkpoint(tmp_path: Path, killed_at: Kill, make_checkpoint: Any)
     assert kills >= 20
 
 
-@pytest.mark.parametrize("unnamed_newer", [False, True])
+@pytest.mark.parametrize("unnamed_newer", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_next_checkpoint(tmp_path: Path, killed_at: Kill, make_checkpoint: Any, unnamed_newer: bool) -> None:
     """The line goes on from the old one until `latest` names the new one; then from the new one.
 

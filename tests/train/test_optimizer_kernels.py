@@ -139,6 +139,7 @@ def test_norms_of_groups_and_parts_and_a_nan_that_stays_in_its_own() -> None:
     assert norms.total.isnan()
 
 
+@pytest.mark.slow  # the graphs' tests on a card compare bits too
 def test_the_same_input_gives_the_same_bits() -> None:
     results = []
     for _ in range(2):
