@@ -19,7 +19,7 @@ from nstrain.data.manifest import states_before
 from nstrain.data.opening import expected_left, expected_opened
 from nstrain.data.room import CheckpointRoom, DiskRoom, disk_room
 from nstrain.data.supply import DOWNLOADS
-from nstrain.line.listing import DiskForecast, forecast_of, list_checkpoints
+from nstrain.line.listing import DiskForecast, forecast_of, keeping_of, list_checkpoints
 from nstrain.line.paths import LinePaths
 
 OPEN_ENDED_CYCLES = 10_000
@@ -158,13 +158,12 @@ def checkpoint_plans(line: DataLine) -> tuple[CheckpointPlan, ...]:
     for consumer in read_consumers(line.work):
         paths = LinePaths(Path(consumer.run))
         try:
-            settings = read_json(paths.run_json)
-            keep_last, with_average = int(settings["checkpoints"]["keep_last"]), settings.get("ema") is not None
+            keeping = keeping_of(read_json(paths.run_json))
             own = [item for item in list_checkpoints(paths) if not item.set_aside]
             free_bytes = shutil.disk_usage(paths.root).free
         except (NstrainError, OSError, KeyError, TypeError, ValueError):
             continue
         kept_bytes = sum(item.bytes for item in own if item.kept is not False)
-        outlook = forecast_of(own, keep_last, line.cycle_count, 0, free_bytes, with_average=with_average)
+        outlook = forecast_of(own, keeping, line.cycle_count, 0, free_bytes)
         plans.append(CheckpointPlan(consumer.run, kept_bytes, outlook))
     return tuple(plans)

@@ -1,4 +1,4 @@
-"""The GPU of a command that uses it for a while, tune or bench: leased before anything touches it, if nobody is there.
+"""The GPU of a command that uses it for a while (tune, bench, generate): leased before it is touched, if it is free.
 
 A command that began without looking would make a trainer that is alone on its GPU stop: it takes every other process
 for one that wants the memory.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,30 +173,41 @@ def disk_forecast(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Keeping:
+    """What run.json says of the checkpoints to come."""
+
+    keep_last: int
+    """Rolling ones that stay."""
+    with_average: bool
+    """Whether the weights are averaged, now or later on: those to come hold the average too, if these do not yet."""
+
+
+def keeping_of(run_json: Mapping[str, Any]) -> Keeping:
+    """From the JSON alone. Raises `KeyError`, `TypeError` or `ValueError` for what is no run.json."""
+    return Keeping(int(run_json["checkpoints"]["keep_last"]), run_json.get("ema") is not None)
+
+
 def forecast_of(
     checkpoints: list[ListedCheckpoint],
-    keep_last: int,
+    keeping: Keeping,
     cycle_count: int | None,
     checkpoint_bytes: int,
     free_bytes: int,
-    *,
-    with_average: bool,
 ) -> DiskForecast:
     """`disk_forecast` of a line's checkpoints, as `list_checkpoints` gives them.
 
     `cycle_count` is the schedule's (None: open-ended); `checkpoint_bytes` counts while the line has none of its own.
-    `with_average` says whether its settings ask for an average of the weights: those to come will hold it, if these
-    do not yet.
     """
     own = [item for item in checkpoints if not item.set_aside]
     done = next((item.cycle - 1 for item in own if item.latest and item.cycle), 0)
     return disk_forecast(
         checkpoint_bytes=max(
-            (item.bytes_with_average if with_average else item.bytes for item in own), default=checkpoint_bytes
+            (item.bytes_with_average if keeping.with_average else item.bytes for item in own), default=checkpoint_bytes
         ),
         kept=sum(1 for item in own if item.kept is not False),
         rolling=sum(1 for item in own if item.kept is False),
-        keep_last=keep_last,
+        keep_last=keeping.keep_last,
         cycles_to_come=None if cycle_count is None else max(0, cycle_count - done),
         free_bytes=free_bytes,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nstrain.base.disk import PARTIAL_SUFFIX, bytes_below, read_json
 from nstrain.base.errors import NstrainError
-from nstrain.line.listing import ListedCheckpoint, forecast_of, list_checkpoints
+from nstrain.line.listing import ListedCheckpoint, forecast_of, keeping_of, list_checkpoints
 from nstrain.line.paths import REPLACED_SUFFIX, LinePaths
 
 ROOM_BESIDE_BYTES = 16 << 20
@@ -37,13 +37,12 @@ def room_for_checkpoints(run: Path, cycle_count: int | None) -> RoomNeeded | Non
     """
     paths = LinePaths(run)
     try:
-        settings = read_json(paths.run_json)
-        keep_last, with_average = int(settings["checkpoints"]["keep_last"]), settings.get("ema") is not None
+        keeping = keeping_of(read_json(paths.run_json))
         own = [item for item in list_checkpoints(paths) if not item.set_aside]
-        forecast = forecast_of(own, keep_last, cycle_count, 0, 0, with_average=with_average)
+        forecast = forecast_of(own, keeping, cycle_count, 0, 0)
         if forecast.kept_to_come == 0 or not own:
             return None
-        in_motion = _in_motion_bytes(paths, own, keep_last)
+        in_motion = _in_motion_bytes(paths, own, keeping.keep_last)
         one_more = 0 if forecast.kept_to_come == 1 else forecast.checkpoint_bytes
         return RoomNeeded(
             max(0, forecast.checkpoint_bytes - in_motion) + ROOM_BESIDE_BYTES,

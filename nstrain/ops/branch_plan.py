@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nstrain.base.errors import Refusal
@@ -125,7 +126,7 @@ def place_stages(
     line that was there before up to the cycle whose end is nearest.
 
     `longest` is the length of long rows unless `options` say another. Raises `Refusal` if the line does not end with
-    the plan, or has no cycle for a stage.
+    the plan, or has no cycle for a stage, for a rate that cannot be, and for what is said of a stage that is not there.
     """
     _refuse_idle_options(asked, options)
     fork = data.settings.fork
@@ -137,29 +138,9 @@ def place_stages(
     ]
     rate = learning_rate(parent.learning_rate, fork.tokens)
     stages: list[Stage] = []
-    done_asked = done_cycles = done = 0
-    for index, stage in enumerate(asked):
-        done_asked += stage.tokens
-        if made_for is not None:
-            last = done_cycles + sum(piece.cycles or 0 for piece in made_for[index])
-        else:
-            last = _nearest(ends, done_asked) + 1
-        if last <= done_cycles:
-            raise Refusal(
-                f"{data.work}: no cycle ends near the {stage.kind} stage's; its cycles end at {_list(ends)} tokens"
-            )
-        end_rate = rate
-        if stage.kind == "decay":
-            end_rate = FINAL_SHARE * rate if options.final_lr is None else options.final_lr
-            if not 0 <= end_rate <= rate:
-                raise Refusal(f"a decay cannot end at the rate {end_rate:g}: the trunk's is {rate:g} at the fork")
-        else:
-            rate = end_rate = rate if options.long_lr is None else options.long_lr
-            if not rate > 0:
-                raise Refusal(
-                    f"the long stage would learn nothing at the rate {rate:g}: say another for it (--long-lr), or let "
-                    "the decay before it end above 0 (--final-lr)"
-                )
+    done_cycles = done = 0
+    for stage, last in zip(asked, _last_cycles(asked, ends, made_for, data.work), strict=True):
+        rate, end_rate = _rates(stage.kind, rate, options)
         row_tokens = parent.row_tokens_at(at_cycle) if stage.kind == "decay" else options.long_row_tokens or longest
         stages.append(
             Stage(
@@ -175,12 +156,49 @@ def place_stages(
             )
         )
         rate, done_cycles, done = end_rate, last, ends[last - 1]
+    return tuple(stages)
+
+
+def _last_cycles(
+    asked: Sequence[AskedStage], ends: Sequence[int], made_for: Sequence[Sequence[Piece]] | None, work: Path
+) -> list[int]:
+    """The cycle that each stage ends with; `ends` are the cycles', in tokens after the fork. Raises `Refusal`."""
+    found: list[int] = []
+    done_asked = done_cycles = 0
+    for index, stage in enumerate(asked):
+        done_asked += stage.tokens
+        if made_for is not None:
+            last = done_cycles + sum(piece.cycles or 0 for piece in made_for[index])
+        else:
+            last = _nearest(ends, done_asked) + 1
+        if last <= done_cycles:
+            raise Refusal(
+                f"{work}: no cycle ends near the {stage.kind} stage's; its cycles end at {_list(ends)} tokens"
+            )
+        found.append(last)
+        done_cycles = last
     if done_cycles != len(ends):
         raise Refusal(
-            f"{data.work} goes on after the plan: its cycles end at {_list(ends)} tokens after the fork, the plan at "
+            f"{work} goes on after the plan: its cycles end at {_list(ends)} tokens after the fork, the plan at "
             f"{done_asked:,}; plan as much as it has, or name a new directory"
         )
-    return tuple(stages)
+    return found
+
+
+def _rates(kind: StageKind, rate: float, options: StageOptions) -> tuple[float, float]:
+    """The learning rates that a stage begins and ends with; `rate` is the one before it. Raises `Refusal`."""
+    if kind == "decay":
+        end = FINAL_SHARE * rate if options.final_lr is None else options.final_lr
+        if not 0 <= end <= rate:
+            raise Refusal(f"a decay cannot end at the rate {end:g}: the trunk's is {rate:g} at the fork")
+        return rate, end
+    rate = rate if options.long_lr is None else options.long_lr
+    if not rate > 0:
+        raise Refusal(
+            f"the long stage would learn nothing at the rate {rate:g}: say another for it (--long-lr), or let "
+            "the decay before it end above 0 (--final-lr)"
+        )
+    return rate, rate
 
 
 def _refuse_idle_options(asked: Sequence[AskedStage], options: StageOptions) -> None:

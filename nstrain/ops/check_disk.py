@@ -10,8 +10,9 @@ from nstrain.base.units import human_bytes
 from nstrain.data.line import DataLine
 from nstrain.data.room import bytes_to_open, disk_room
 from nstrain.line.checkpoint import TENSOR_FILES
-from nstrain.line.listing import forecast_of, list_checkpoints
+from nstrain.line.listing import forecast_of, keeping_of, list_checkpoints
 from nstrain.line.paths import LinePaths
+from nstrain.settings.model import dump
 from nstrain.settings.run import RunSettings
 
 
@@ -30,10 +31,7 @@ def refuse_small_disk(paths: LinePaths, settings: RunSettings, line: DataLine, p
     usage = shutil.disk_usage(paths.root)
     one = states_of_a_checkpoint(settings) * 4 * parameters
     checkpoints = list_checkpoints(paths)
-    with_average = settings.ema is not None
-    forecast = forecast_of(
-        checkpoints, settings.checkpoints.keep_last, line.cycle_count, one, usage.free, with_average=with_average
-    )
+    forecast = forecast_of(checkpoints, keeping_of(dump(settings)), line.cycle_count, one, usage.free)
     done = next((item.cycle - 1 for item in checkpoints if item.latest and item.cycle), 0)
     left = settings.data.ahead_cycles + 2 if line.cycle_count is None else line.cycle_count - done
     cycles = range(done + 1, done + 1 + min(settings.data.ahead_cycles + 2, left))

@@ -15,11 +15,12 @@ from pathlib import Path
 from nstrain.base.errors import Refusal
 from nstrain.data.line import DataLine
 from nstrain.line.branches import read_branches
-from nstrain.line.listing import DiskForecast, ListedCheckpoint, forecast_of, list_checkpoints
+from nstrain.line.listing import DiskForecast, ListedCheckpoint, forecast_of, keeping_of, list_checkpoints
 from nstrain.line.paths import LinePaths
 from nstrain.line.retention import remove_checkpoints, remove_set_aside
 from nstrain.line.run_json import load_settings, refuse_no_line
 from nstrain.ops.rollback import at_rest
+from nstrain.settings.model import dump
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +46,7 @@ def forecast(run: Path) -> DiskForecast:
     settings = load_settings(paths)
     schedule = DataLine.open(Path(settings.data.work)).cycle_count
     free_bytes = shutil.disk_usage(paths.root).free
-    with_average = settings.ema is not None
-    keep_last = settings.checkpoints.keep_last
-    return forecast_of(list_checkpoints(paths), keep_last, schedule, 0, free_bytes, with_average=with_average)
+    return forecast_of(list_checkpoints(paths), keeping_of(dump(settings)), schedule, 0, free_bytes)
 
 
 def remove(run: Path, updates: Iterable[int], forks: bool = False) -> Removed:

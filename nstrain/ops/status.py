@@ -11,22 +11,17 @@ validated when they were written are read as plain JSON.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from nstrain.base.commands import typed
-from nstrain.base.disk import bytes_below
 from nstrain.base.errors import Refusal
 from nstrain.base.process import ran_at
 from nstrain.line.branches import read_branches
-from nstrain.line.listing import ListedCheckpoint, forecast_of, list_checkpoints
+from nstrain.line.listing import Keeping, ListedCheckpoint, keeping_of, list_checkpoints
 from nstrain.line.paths import LinePaths, parse_checkpoint_name
-from nstrain.line.room import room_for_checkpoints
 from nstrain.line.run_json import read_run_json, refuse_no_line
 from nstrain.line.state_files import (
     Heartbeat,
@@ -45,40 +40,12 @@ from nstrain.ops.status_data import (
     read_schedule,
     ready_cycles,
 )
+from nstrain.ops.status_disk import DiskUse, disk_use
 from nstrain.ops.status_life import silent_for, stopped_of
 from nstrain.ops.status_record import DEFAULT_LOSS_JUMP, Record, read_record
 
 State = Literal["new", "running", "waiting", "stopped", "failed", "done"]
 """new (never run), running, waiting (for what `waiting_for` says), stopped, failed (see `reason`), done."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DiskUse:
-    """Bytes that a line takes, and that are left for it."""
-
-    kept_bytes: int
-    """Checkpoints that stay for ever."""
-    rolling_bytes: int
-    """The other checkpoints."""
-    set_aside_bytes: int
-    """Checkpoints that rollbacks have set aside."""
-    journal_bytes: int
-    logs_bytes: int
-    """run.log and its older parts."""
-    tune_bytes: int
-    """What `nstrain tune` has measured, and its log."""
-    cycles_bytes: int
-    """Prepared cycles of its data line (other lines may use them too)."""
-    opened_bytes: int
-    """Opened files of the data line, as tokens: what the next cycles are drawn from."""
-    downloads_bytes: int
-    """Fetched files of hub sources that are not open yet."""
-    free_bytes: int
-    """Free on the file system of the line."""
-    reserved_bytes: int
-    """What of that the data line's preparer leaves for its next checkpoints; 0 if their disks are not the same."""
-    end_bytes: int | None
-    """What its checkpoints will take at most beyond now, up to the schedule's end; None: open-ended."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +236,7 @@ def status(run: Path) -> Status:
         branch_of=settings.branch_of,
         branches=tuple(branch.run for branch in read_branches(paths)),
         generation=int(last.get("generation", 1)),
-        disk=_disk_use(paths, settings, now.checkpoints, now.cycle_count),
+        disk=disk_use(paths, settings.work, settings.keeping, now.checkpoints, now.cycle_count),
     )
 
 
@@ -283,9 +250,7 @@ class _Settings:
     preset: str
     validate_every: int
     """Updates between validations."""
-    keep_last: int
-    with_average: bool
-    """Whether the weights are averaged, now or later on."""
+    keeping: Keeping
     loss_jump: float
     branch_of: str | None
 
@@ -299,8 +264,7 @@ def _read_settings(run: Path, paths: LinePaths) -> _Settings:
             work=Path(settings["data"]["work"]),
             preset=str(settings["model"]["preset"]),
             validate_every=int(settings["validation"]["every_updates"]),
-            keep_last=int(settings["checkpoints"]["keep_last"]),
-            with_average=settings.get("ema") is not None,
+            keeping=keeping_of(settings),
             loss_jump=float(settings.get("guards", {}).get("loss_jump", DEFAULT_LOSS_JUMP)),
             branch_of=(settings.get("branch") or {}).get("from"),
         )
@@ -449,46 +413,6 @@ def _latest(paths: LinePaths) -> str | None:
     except OSError:
         return None
     return None if parse_checkpoint_name(name) is None else name
-
-
-def _disk_use(
-    paths: LinePaths, settings: _Settings, checkpoints: list[ListedCheckpoint], cycle_count: int | None
-) -> DiskUse:
-    def bytes_of(files: Iterable[Path]) -> int:
-        total = 0
-        for path in files:
-            with contextlib.suppress(OSError):  # SQLite's log and a log that is rotated go while one looks
-                total += path.stat().st_size
-        return total
-
-    free_bytes = shutil.disk_usage(paths.root).free
-    own = [item for item in checkpoints if not item.set_aside]
-    forecast = forecast_of(
-        checkpoints, settings.keep_last, cycle_count, 0, free_bytes, with_average=settings.with_average
-    )
-    room = room_for_checkpoints(paths.root, cycle_count) if _one_disk(paths.root, settings.work) else None
-    return DiskUse(
-        kept_bytes=sum(item.bytes for item in own if item.kept is not False),
-        rolling_bytes=sum(item.bytes for item in own if item.kept is False),
-        set_aside_bytes=sum(item.bytes for item in checkpoints if item.set_aside),
-        journal_bytes=bytes_of(paths.root.glob(f"{paths.journal.name}*")),
-        logs_bytes=bytes_of(paths.root.glob(f"{paths.run_log.name}*")),
-        tune_bytes=bytes_below(paths.tune),
-        cycles_bytes=bytes_below(settings.work / "cycles"),
-        opened_bytes=bytes_below(settings.work / "open"),
-        downloads_bytes=bytes_below(settings.work / "downloads"),
-        free_bytes=free_bytes,
-        reserved_bytes=0 if room is None else room.soon_bytes,
-        end_bytes=forecast.end_bytes if own else None,
-    )
-
-
-def _one_disk(run: Path, work: Path) -> bool:
-    """Whether a line and its data line are on one file system."""
-    try:
-        return run.stat().st_dev == work.stat().st_dev
-    except OSError:
-        return False
 
 
 def _finite(value: float | None) -> float | None:

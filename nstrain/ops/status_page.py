@@ -15,8 +15,9 @@ from rich.text import Text
 
 from nstrain.base.errors import Interrupted
 from nstrain.base.units import human_bytes, human_count, human_seconds
-from nstrain.ops.status import DiskUse, State, Status
+from nstrain.ops.status import State, Status
 from nstrain.ops.status import status as read_status
+from nstrain.ops.status_disk import DiskUse
 from nstrain.ops.status_life import how_to_go_on, silence
 from nstrain.record.alarms import in_short
 

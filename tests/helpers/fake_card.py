@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nstrain.base.disk import atomic_write
 from nstrain.gpu.readings import GpuSource
 
@@ -45,3 +47,15 @@ class FakeCard:
         new.write_text(text)
         new.chmod(0o755)
         new.rename(self._reader)
+
+
+def put_in_place(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCard:
+    """A made-up card that host.json's reader tells of and torch is said to have; leases lie in `directory`."""
+    card, host = FakeCard(directory / "card"), directory / "host.json"
+    host.write_text(json.dumps({"gpu_reader": card.source.reader}))
+    monkeypatch.setenv("NSTRAIN_HOST", str(host))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("nstrain.gpu.lease.LEASE_ROOTS", (directory,))
+    monkeypatch.setattr("nstrain.gpu.borrowed.LEASE_WAIT_S", 0.0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    return card

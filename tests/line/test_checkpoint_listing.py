@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nstrain.line.checkpoint import write_checkpoint
-from nstrain.line.listing import DiskForecast, ListedCheckpoint, disk_forecast, forecast_of, list_checkpoints
+from nstrain.line.listing import DiskForecast, Keeping, ListedCheckpoint, disk_forecast, forecast_of, list_checkpoints
 from nstrain.line.paths import LinePaths
 from nstrain.line.retention import set_aside_later
 
@@ -150,16 +150,12 @@ def test_forecast_of_a_line() -> None:
         listed(40, cycle=4, set_aside=True, bytes=999),
     ]
     # The end of cycle 2 was thinned: where the line stands is what `latest` says.
-    found = forecast_of(
-        checkpoints, keep_last=2, cycle_count=5, checkpoint_bytes=7, free_bytes=1000, with_average=False
-    )
+    found = forecast_of(checkpoints, Keeping(2, with_average=False), cycle_count=5, checkpoint_bytes=7, free_bytes=1000)
     assert found == DiskForecast(
         checkpoint_bytes=110, kept=2, rolling=2, kept_to_come=3, next_bytes=110, end_bytes=330, free_bytes=1000,
         cycles_that_fit=9,
     )  # fmt: skip
-    later = forecast_of(checkpoints, keep_last=2, cycle_count=5, checkpoint_bytes=7, free_bytes=1000, with_average=True)
-    assert (later.checkpoint_bytes, later.next_bytes, later.end_bytes) == (150, 150, 450), (
-        "an average that has not begun"
-    )
-    new = forecast_of([], keep_last=2, cycle_count=5, checkpoint_bytes=7, free_bytes=1000, with_average=True)
+    later = forecast_of(checkpoints, Keeping(2, with_average=True), cycle_count=5, checkpoint_bytes=7, free_bytes=1000)
+    assert (later.checkpoint_bytes, later.next_bytes, later.end_bytes) == (150, 150, 450), "an average to come"
+    new = forecast_of([], Keeping(2, with_average=True), cycle_count=5, checkpoint_bytes=7, free_bytes=1000)
     assert (new.checkpoint_bytes, new.kept_to_come, new.end_bytes) == (7, 6, 7 * 8)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_card import UUID, FakeCard
+from fake_card import UUID, put_in_place
 from typer.testing import CliRunner
 
 import neuronspark
@@ -19,8 +19,6 @@ from neuronspark import ModelConfig, NeuronSpark, load_weights, save_weights
 from nstrain.base.errors import GpuTaken, Refusal
 from nstrain.cli.main import app
 from nstrain.data.line import DataLine
-from nstrain.gpu import borrowed
-from nstrain.gpu import lease as lease_module
 from nstrain.gpu.lease import gpu_lease
 from nstrain.line.checkpoint import newest_good
 from nstrain.line.paths import LinePaths
@@ -133,13 +131,7 @@ def test_a_gpu_is_borrowed_and_left_alone_where_somebody_is_on_it(
     trained: LinePaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a made-up card; the model that is said to run there runs on the CPU."""
-    card, host = FakeCard(tmp_path / "card"), tmp_path / "host.json"
-    host.write_text(json.dumps({"gpu_reader": card.source.reader}))
-    monkeypatch.setenv("NSTRAIN_HOST", str(host))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(lease_module, "LEASE_ROOTS", (tmp_path,))
-    monkeypatch.setattr(borrowed, "LEASE_WAIT_S", 0.0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    card = put_in_place(tmp_path, monkeypatch)
     monkeypatch.setattr("nstrain.ops.generate.this_gpu", lambda: UUID)
     seen: list[tuple[str, bool]] = []
 

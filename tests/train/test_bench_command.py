@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from fake_card import UUID, FakeCard
+from fake_card import UUID, FakeCard, put_in_place
 from typer.testing import CliRunner
 
 from nstrain import bench as bench_module
 from nstrain.base.errors import GpuTaken, Refusal
 from nstrain.cli.main import app
-from nstrain.gpu import borrowed
-from nstrain.gpu import lease as lease_module
 from nstrain.gpu.ceilings import Ceilings
 from nstrain.gpu.lease import gpu_lease
 
@@ -35,13 +33,7 @@ def no_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCard:
     """A made-up card that host.json's reader tells of and torch is said to use."""
-    card, host = FakeCard(tmp_path / "card"), tmp_path / "host.json"
-    host.write_text(json.dumps({"gpu_reader": card.source.reader}))
-    monkeypatch.setenv("NSTRAIN_HOST", str(host))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(lease_module, "LEASE_ROOTS", (tmp_path,))
-    monkeypatch.setattr(borrowed, "LEASE_WAIT_S", 0.0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    card = put_in_place(tmp_path, monkeypatch)
     monkeypatch.setattr(bench_module, "this_gpu", lambda: UUID.removeprefix("GPU-"))
     return card
 
