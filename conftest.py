@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import pytest
 
@@ -24,3 +25,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that want the card alone come first, before a test in this process has used it."""
     items.sort(key=lambda item: "card_alone" not in item.keywords)
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Fail a test that wants the card alone and used it in pytest's own process.
+
+    The lines of the tests after it would wait, rightly, for that process to leave.
+    """
+    if item.get_closest_marker("card_alone") and "torch" in sys.modules:
+        assert not sys.modules["torch"].cuda.is_initialized(), "pytest's own process has used the card: start another"

@@ -46,16 +46,16 @@ def sanitizer() -> str | None:
 
 
 def tests_command() -> list[str]:
-    """pytest on `TESTS`, in one process."""
+    """pytest on `TESTS`, in one process; without the large shapes, for which the tool's own memory does not suffice."""
     names = [f"{FOLDER / file}::{test}" for file, tests in sorted(TESTS.items()) for test in tests]
-    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *names]
+    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *names]
 
 
 def verdict(status: int, output: str) -> tuple[int, str]:
     """(exit status, what to say) of a run under the sanitizer that ended by itself."""
     if status == 0 and re.search(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards", output):
         return 0, "nothing found"
-    if " passed" not in output and " failed" not in output:
+    if "[100%]" not in output and " passed" not in output and " failed" not in output:
         return UNKNOWN, "the sanitizer refuses the device, or did not start: nothing is known"
     return FOUND, f"something was found (exit status {status})"
 
@@ -89,6 +89,7 @@ def main() -> None:
                 timeout=arguments.limit,
             )
             status, text = verdict(ran.returncode, ran.stdout)
+            print(*(line for line in ran.stdout.splitlines() if line.startswith("=========")), sep="\n")
             print(ran.stdout[-4000:] if status else ran.stdout[-400:])
         except subprocess.TimeoutExpired:
             status, text = UNKNOWN, f"not ended within {arguments.limit:g} s: nothing is known"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -22,6 +23,16 @@ WAIT_S = 60.0
 
 
 def test_leased_seen_by_others_and_yielded(tmp_path: Path) -> None:
+    """In a process of its own: pytest's would stay on the card, and the tests that come after want it alone too."""
+    process = multiprocessing.get_context("spawn").Process(target=take_and_yield, args=(tmp_path,))
+    process.start()
+    process.join(300)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
+
+
+def take_and_yield(tmp_path: Path) -> None:
     import torch
 
     source = GpuSource(READER_COMMAND, tmp_path / "leases")

@@ -27,6 +27,7 @@ def test_it_runs_tests_of_every_operator() -> None:
         (86, "30 passed\n========= ERROR SUMMARY: 2 errors", 1),
         (1, "1 failed, 29 passed\n========= ERROR SUMMARY: 0 errors", 1),
         (0, "30 passed", 1),
+        (1, "..F [100%]\nFAILED test_a\n========= ERROR SUMMARY: 4 errors", 1),  # as quiet as this repository has it
         (1, "========= Error: Device not supported.", 2),
     ],
 )
