@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import pytest
 import torch
+from own_process import in_its_own_process
 
 pytestmark = pytest.mark.gpu
 
@@ -38,16 +37,10 @@ def hold_all_but_the_slack_and_give_it_back() -> None:
 
 @pytest.mark.card_alone
 def test_it_holds_all_but_the_slack_and_gives_it_back() -> None:
-    """In a process of its own: pytest's would stay on the card, and the tests that come after want it alone too."""
-    process = multiprocessing.get_context("spawn").Process(target=hold_all_but_the_slack_and_give_it_back)
-    process.start()
-    process.join(120)
-    process.kill()
-    process.join()
-    assert process.exitcode == 0
+    in_its_own_process(hold_all_but_the_slack_and_give_it_back)
 
 
-def test_twenty_lives_leak_nothing_and_every_capture_gives_the_same_bits() -> None:
+def live_twenty_times() -> None:
     x, out = torch.randn(4096, 4096, device="cuda"), torch.zeros((), device="cuda")
     seen, free = set(), []
     for _ in range(20):
@@ -66,6 +59,11 @@ def test_twenty_lives_leak_nothing_and_every_capture_gives_the_same_bits() -> No
         free.append(torch.cuda.mem_get_info()[0])
     assert len(seen) == 1
     assert free[1] - free[-1] < 64 << 20
+
+
+@pytest.mark.card_alone  # what others take beside it would be taken for a leak
+def test_twenty_lives_leak_nothing_and_every_capture_gives_the_same_bits() -> None:
+    in_its_own_process(live_twenty_times)
 
 
 def test_shapes_of_any_size_and_order_are_served_without_growing() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from own_process import in_its_own_process
 
 from nstrain.base.errors import GpuTaken
 from nstrain.gpu.held import HeldGpu
@@ -23,13 +23,7 @@ WAIT_S = 60.0
 
 
 def test_leased_seen_by_others_and_yielded(tmp_path: Path) -> None:
-    """In a process of its own: pytest's would stay on the card, and the tests that come after want it alone too."""
-    process = multiprocessing.get_context("spawn").Process(target=take_and_yield, args=(tmp_path,))
-    process.start()
-    process.join(300)
-    process.kill()
-    process.join()
-    assert process.exitcode == 0
+    in_its_own_process(take_and_yield, tmp_path)
 
 
 def take_and_yield(tmp_path: Path) -> None:

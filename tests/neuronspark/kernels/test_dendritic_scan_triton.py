@@ -128,9 +128,10 @@ def test_layouts(device: torch.device, seed: int) -> None:
     found = [_gradients({**inputs, **laid}, weights) for laid in (parts, askew)]
     for other in (*found, run("triton", dendritic_scan, inputs, transposed)):
         for name, expected in plain.items():
-            # A card's compiler orders a sum by how its terms lie, so that only layout for layout bits are the same.
+            # A card's compiler orders a sum by how its terms lie, so that only layout for layout bits are the same. A
+            # flush of 100 in the decays' running sum is rounded then at other tokens: as far off as from float64.
             error = relative_error(other[name], expected)
-            assert error < 1e-6, f"{name}: relative error {error:.2e}, seed {seed}"
+            assert error < FP32_LIMIT, f"{name}: relative error {error:.2e}, seed {seed}"
 
 
 def _gradients(inputs: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
