@@ -11,15 +11,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.study.arms import ARMS, BASELINES, DEFAULT, MECHANISMS, SHAPES, Arm
+from benchmarks.study.arms import ARMS, BASELINES, DEFAULT, MECHANISMS, SHAPES, TOGETHER, Arm
 from benchmarks.study.plan import RATES
-from benchmarks.study.table import Row, Table, best
+from benchmarks.study.table import Row, Table, best, by_rate, mean_loss
 from nstrain.base.disk import atomic_write
 from nstrain.base.errors import Refusal
 
@@ -82,10 +83,6 @@ def _loss(value: float | None) -> str:
     return "diverged" if value is None else f"{value:.4f}"
 
 
-def _signed(value: float | None) -> str:
-    return "" if value is None else f"{value:+.4f}"
-
-
 def spread_table(rows: Sequence[Row]) -> str:
     """Each arm's seeds: losses, mean, standard deviation, range."""
     lines = []
@@ -104,21 +101,15 @@ def spread_table(rows: Sequence[Row]) -> str:
 
 
 def rates_table(table: Table, arms: Sequence[Arm]) -> str:
-    """Validation loss of each arm at each rate, seed 0."""
+    """Validation loss of each arm at each rate, the mean over its seeds."""
     lines = []
     for arm in arms:
-        rows = table.of(arm=arm.name, size=SMALL, seed=0, recipe="one epoch")
+        rows = table.of(arm=arm.name, size=SMALL, recipe="one epoch")
         if not rows:
             continue
-        by_rate = {row["rate"]: row for row in rows}
-        chosen = best(rows)
-        cells = [
-            ("" if rate not in by_rate else f"**{_loss(by_rate[rate]['val'])}**")
-            if chosen and rate == chosen["rate"]
-            else ("" if rate not in by_rate else _loss(by_rate[rate]["val"]))
-            for rate in RATES
-        ]
-        row = chosen or rows[-1]
+        found, chosen = by_rate(rows), best(rows)
+        cells = ["" if rate not in found else _mean_cell(found[rate], found[rate] == chosen) for rate in RATES]
+        row = chosen[0] if chosen else rows[-1]
         lines.append(
             [arm.name, *cells, f"{row['parameters'] / 1e6:.1f}", f"{row['flops_per_token'] / 1e6:.0f}", _speed(row)]
         )
@@ -126,38 +117,50 @@ def rates_table(table: Table, arms: Sequence[Arm]) -> str:
     return markdown(["arm", *rates, "M parameters", "M FLOPs a token", "K tokens/s"], lines)
 
 
+def _mean_cell(rows: Sequence[Row], is_best: bool) -> str:
+    mean = mean_loss(rows)
+    text = _loss(mean if math.isfinite(mean) else None) + (f" ({len(rows)} seeds)" if len(rows) > 1 else "")
+    return f"**{text}**" if is_best else text
+
+
 def _speed(row: Row) -> str:
     return "" if row["tokens_per_s"] is None else f"{row['tokens_per_s'] / 1e3:,.0f}"
 
 
 def differences_table(table: Table, arms: Sequence[Arm]) -> str:
-    """Each arm against the default at the same rate and seed; negative is better than the default."""
+    """Each arm less the default at the same rate, over the seeds that both have; negative is better."""
+    sources = list(table.rows[-1]["val_by_source"])
     lines = []
     for arm in arms:
-        row = best(table.of(arm=arm.name, size=SMALL, seed=0, recipe="one epoch"))
-        if row is None:
+        rows = best(table.of(arm=arm.name, size=SMALL, recipe="one epoch"))
+        if not rows:
             continue
-        default = _newest(table.of(arm=DEFAULT.name, size=SMALL, seed=0, recipe="one epoch", rate=row["rate"]))
-        sources = {} if default is None else default["val_by_source"]
+        rate = rows[0]["rate"]
+        default = by_rate(table.of(arm=DEFAULT.name, size=SMALL, recipe="one epoch", rate=rate)).get(rate, [])
+        of_default = {row["seed"]: row for row in default if row["val"] is not None}
+        pairs = [(row, of_default[row["seed"]]) for row in rows if row["seed"] in of_default]
         lines.append(
             [
                 arm.name,
                 arm.about,
-                f"{row['rate']:g}",
-                _loss(row["val"]),
-                "" if default is None else _signed(row["val"] - default["val"]),
-                *(_signed(row["val_by_source"][source] - sources[source]) for source in sources),
-                f"{row['parameters'] / 1e6:.1f}",
-                _speed(row),
+                f"{rate:g}",
+                str(len(pairs)),
+                _loss(mean_loss(rows)),
+                _mean_difference([(mine["val"], its["val"]) for mine, its in pairs]),
+                *(
+                    _mean_difference([(mine["val_by_source"][name], its["val_by_source"][name]) for mine, its in pairs])
+                    for name in sources
+                ),
+                f"{rows[0]['parameters'] / 1e6:.1f}",
+                _speed(rows[0]),
             ]
         )
-    sources_named = list(table.rows[-1]["val_by_source"])
-    head = ["arm", "what it is", "rate", "loss", "less the default's", *sources_named, "M parameters", "K tokens/s"]
+    head = ["arm", "what it is", "rate", "seeds", "loss", "less the default's", *sources, "M parameters", "K tokens/s"]
     return markdown(head, lines)
 
 
-def _newest(rows: Sequence[Row]) -> Row | None:
-    return rows[-1] if rows else None
+def _mean_difference(pairs: Sequence[tuple[float, float]]) -> str:
+    return f"{np.mean([mine - its for mine, its in pairs]):+.4f}" if pairs else ""
 
 
 def tasks_table(rows: Sequence[Row]) -> str:
@@ -248,6 +251,38 @@ def draw(rows: Sequence[Row], path: Path, what: str) -> None:
     pyplot.close(figure)
 
 
+def draw_less(default: Row, rows: Sequence[Row], path: Path) -> None:
+    """Each run's training loss less the default's at the same tokens: both saw the same rows up to there.
+
+    From a third of the tokens on, the legend in the order of the ends.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    of_default = dict(zip(*_points(default, "curve"), strict=True))
+    lines = []
+    for row in rows:
+        points = [(x, y - of_default[x]) for x, y in zip(*_points(row, "curve"), strict=True) if x in of_default]
+        lines.append((f"{row['arm']} @ {row['rate']:g}", [(x, y) for x, y in points if x >= max(of_default) / 3]))
+    figure, axes = pyplot.subplots(figsize=(9, 5), dpi=110)
+    axes.axhline(0, color="black", linewidth=1.2, label=f"{_title(default)} @ {default['rate']:g}")
+    for number, (label, points) in enumerate(sorted(lines, key=lambda line: -line[1][-1][1])):
+        style = ("-", "--", ":")[number // 10 % 3]  # ten colours
+        axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.2)
+    ends = [points[-1][1] for _, points in lines]
+    axes.set_ylim(min(*ends, 0) - 0.1, min(max(*ends, 0), 0.5) + 0.1)
+    axes.set_xlabel("million training tokens")
+    axes.set_ylabel("nats a token, less the default's")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Software": None})
+    pyplot.close(figure)
+
+
 def _points(row: Row, what: str) -> tuple[list[float], list[float]]:
     if what == "curve":
         points = [(tokens / 1e6, loss) for tokens, loss in row["curve"] if loss is not None]
@@ -273,7 +308,7 @@ def report(table: Table, pictures: Path) -> str:
         "The default and its variants": [row for row in small if row["arm"] not in of_baselines],
         "The baselines": [row for row in small if row["arm"] in of_baselines],
     }
-    at_best = [row for arm in (DEFAULT, *BASELINES) if (row := best(table.of(arm=arm.name, size=SMALL, seed=0)))]
+    at_best = [rows[0] for arm in (DEFAULT, *BASELINES) if (rows := best(table.of(arm=arm.name, size=SMALL)))]
     lines = [_made_with(table.rows), "## Spread over seeds\n"]
     lines += [spread_table(small), ""]
     lines += [f"{name}: {_noise_sentence(noise_of(rows))}\n" for name, rows in families.items()]
@@ -288,12 +323,16 @@ def report(table: Table, pictures: Path) -> str:
         f"\n![training loss]({pictures.name}/baselines.png)",
         f"![loss in a document]({pictures.name}/document.png)",
     ]
-    for title, arms in (("Mechanisms", MECHANISMS), ("Shapes", SHAPES)):
-        rows = [row for arm in arms if (row := best(table.of(arm=arm.name, size=SMALL, seed=0)))]
+    for title, how, arms in (
+        ("Mechanisms", "one change at a time", MECHANISMS),
+        ("Shapes", "one change at a time", SHAPES),
+        ("Together", "the shapes that helped", TOGETHER),
+    ):
+        rows = [rows[0] for arm in arms if (rows := best(table.of(arm=arm.name, size=SMALL)))]
         if rows:
             file = f"{title.lower()}.png"
-            draw([*at_best[:1], *rows], pictures / file, "curve")
-            lines += [f"\n## {title}: one change at a time\n", differences_table(table, arms)]
+            draw_less(at_best[0], rows, pictures / file)
+            lines += [f"\n## {title}: {how}\n", differences_table(table, arms)]
             lines += ["\n", tasks_table([*at_best[:1], *rows]), f"\n![{title.lower()}]({pictures.name}/{file})"]
     final = [row for row in table.of(size=LARGE) if row["val"] is not None]
     if final:
@@ -323,7 +362,8 @@ def _noise_sentence(noise: Noise) -> str:
         return "none has several seeds yet; no difference is told apart from noise."
     return (
         f"pooled standard deviation of a run {noise.sd:.4f} ({noise.degrees} degrees of freedom). Two runs that differ "
-        f"by less than {noise.told_apart:.4f} are not told apart (95 %)."
+        f"by less than {noise.told_apart:.4f} are not told apart (95 %); means over n seeds by less than that over the "
+        "root of n."
     )
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,21 @@ def plain(value: Any) -> Any:
     return value
 
 
-def best(rows: Iterable[Row]) -> Row | None:
-    """The row of the least validation loss; a run whose loss is no number does not count."""
-    return min((row for row in rows if row["val"] is not None), key=lambda row: row["val"], default=None)
+def by_rate(rows: Iterable[Row]) -> dict[float, list[Row]]:
+    """One arm's rows of each rate: the newest of each seed, by seed."""
+    found: dict[float, dict[int, Row]] = {}
+    for row in rows:
+        found.setdefault(row["rate"], {})[row["seed"]] = row
+    return {rate: [seeds[seed] for seed in sorted(seeds)] for rate, seeds in found.items()}
+
+
+def mean_loss(rows: Sequence[Row]) -> float:
+    """The mean validation loss over the seeds of a rate; infinite if that of one is no number."""
+    losses = [row["val"] for row in rows]
+    return math.inf if None in losses else sum(losses) / len(losses)
+
+
+def best(rows: Iterable[Row]) -> list[Row]:
+    """One arm's rows, by seed, at the rate of the least mean loss over its seeds; none if it diverged at every rate."""
+    found = min(by_rate(rows).values(), key=mean_loss, default=[])
+    return found if found and math.isfinite(mean_loss(found)) else []

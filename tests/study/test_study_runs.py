@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.study import plan, probes
-from benchmarks.study.arms import ARMS, BASELINES, MECHANISMS, SHAPES
+from benchmarks.study.arms import ARMS, BASELINES, MECHANISMS, SHAPES, TOGETHER
 from benchmarks.study.run import Session, study
 from benchmarks.study.table import Table, best, job_of, plain
 from benchmarks.study.training import RECIPES, Job
@@ -76,13 +76,15 @@ def test_numbers_as_json_has_them() -> None:
     }
 
 
-def test_the_best_row_has_a_loss(table: Table) -> None:
-    assert best([]) is None
-    for seed, val in enumerate((None, 2.5, 2.4)):
-        filled(table, dataclasses.replace(JOB, seed=seed), val)
+def test_the_best_rate_is_that_of_the_least_mean(table: Table) -> None:
+    assert best([]) == []
+    for rate, losses in {1e-3: (2.5, 2.7), 2e-3: (None, 2.0), 3e-3: (2.4, 2.6), 4e-3: (2.9,)}.items():
+        for seed, val in enumerate(losses):
+            filled(table, dataclasses.replace(JOB, seed=seed, rate=rate), val)
+    filled(table, dataclasses.replace(JOB, seed=1, rate=3e-3), 2.65)  # the newest of a seed counts
     found = best(table.rows)
-    assert found is not None
-    assert found["seed"] == 2
+    assert [(row["rate"], row["seed"], row["val"]) for row in found] == [(3e-3, 0, 2.4), (3e-3, 1, 2.65)]
+    assert best(table.of(rate=2e-3)) == []
 
 
 # --- the plan ------------------------------------------------------------------------------------------------------
@@ -117,12 +119,23 @@ def test_part_1_searches_each_rate_and_then_asks_for_seeds(table: Table) -> None
 
 
 def test_mechanisms_and_shapes_are_at_the_defaults_best_rate(table: Table) -> None:
-    done = run_all(table, ["1", "2", "3"], {("default", 1.5e-3): 2.0, ("no-spikes", 3e-3): 1.9})
+    done = run_all(
+        table,
+        ["1", "2", "3"],
+        {("default", 1.5e-3): 2.0, ("no-spikes", 3e-3): 1.9, ("ffn-2", 1.5e-3): 1.7, ("match-64", 1.5e-3): 1.8},
+    )
     for arm in (*MECHANISMS[1:], *SHAPES):
         assert [job.rate for job in done if job.arm == arm.name and job.seed == 0] == [1.5e-3]
     assert {job.rate for job in done if job.arm == "no-spikes"} == {1.5e-3, 3e-3, 6e-3}
     again = [job for job in done if job.seed and job.arm not in ("default", *(arm.name for arm in BASELINES))]
-    assert again == [Job("no-spikes", "50M", 3e-3, 1), Job("everywhere", "50M", 1.5e-3, 1)]
+    of_shapes = [job for job in again if job.arm not in ("no-spikes", "everywhere")]
+    assert [job for job in again if job not in of_shapes] == [
+        Job(name, "50M", rate, seed) for seed in (1, 2) for name, rate in (("no-spikes", 3e-3), ("everywhere", 1.5e-3))
+    ]
+    repeated = ["ffn-2", "match-64", *(arm.name for arm in SHAPES if arm.name not in ("ffn-2", "match-64"))][:4]
+    together = [Job(arm.name, "50M", 1.5e-3, seed) for seed in (0, 1, 2) for arm in TOGETHER]
+    assert of_shapes == [Job(name, "50M", 1.5e-3, seed) for seed in (1, 2) for name in repeated] + together[2:]
+    assert done[-len(together) :] == together
 
 
 def test_the_final_pair_is_the_default_and_the_best_baseline(table: Table) -> None:
