@@ -7,16 +7,18 @@ import io
 import itertools
 import math
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nstrain.base.disk import atomic_write
 from nstrain.base.errors import Refusal
 from nstrain.base.units import human_count
-from nstrain.record.journal_reader import JournalReader
+from nstrain.record.journal_reader import PARENTS_GENERATION, JournalReader
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SMOOTHING_SHARE = 0.05
 """The smoothed curves average over this share of the updates."""
@@ -25,6 +27,15 @@ SOURCE_COLOURS = (
     "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#997700", "#994455", "#004488", "#bbbbbb",
 )  # fmt: skip
 """Paul Tol's scheme "bright" (https://personal.sron.nl/~pault/), then some of his "medium-contrast"."""
+
+SOURCE_MARKERS = ("o", "s", "^", "D", "v", "P")
+"""Ten sources have the first of them, ten more the second: colour and marker together are one source's."""
+
+STYLES: tuple[Any, ...] = ("-", "--", "-.", ":")
+"""Of the row lengths, the shortest first."""
+
+ROOM_INSIDE = 8
+"""A legend of more entries stands beside its panel."""
 
 DARK, LIGHT, MUTED, GRID, WARN = "#1b2a41", "#9db4d0", "#8a94a3", "#e6e9ee", "#cc3311"
 
@@ -51,33 +62,89 @@ class Curves:
     skipped_tokens: list[float] = dataclasses.field(default_factory=list)
     """Positions of updates that were skipped."""
     validation: dict[str, dict[str, Curve]] = dataclasses.field(default_factory=dict)
-    """By row length (the text between `val_` and the slash), then by source, `mix` and `mean`."""
+    """By row length (the text between `val_` and the slash), then by source, `mix` and `mean`. A value that is not
+    finite is NaN, which is not drawn; so is a point between two values that are not to be compared."""
+    marks: list[tuple[float, str]] = dataclasses.field(default_factory=list)
+    """Positions from which on something else is read, and what."""
     last_tokens: float = 0
     last_update: float = 0
 
 
 def collect(journal: JournalReader) -> Curves:
-    """The curves of the lineage's rows. Values that are not finite are left out; a skipped update is marked."""
+    """The curves of the lineage's rows. Of training, values that are not finite are left out and a skipped update is
+    marked. Validation losses are cut where names go on with other rows or weights (docs/reference/metrics.md).
+    """
     curves = Curves()
     singles = {
         "train/loss": curves.loss,
         "train/learning_rate": curves.learning_rate,
         "train/grad_norm": curves.grad_norm,
     }
+    generation, validated, mixture, counted = None, None, None, _Mixture()
     for row in journal.rows():
         tokens = row["tokens"]
+        if generation == PARENTS_GENERATION != row["generation"]:
+            curves.marks.append((curves.last_tokens, "branch"))
+        generation = row["generation"]
         curves.last_tokens, curves.last_update = tokens, row["update"]
         if row.get("skipped"):
             curves.skipped_tokens.append(tokens)
+        counted.add(row)
+        losses = {}
         for name, value in row.items():
-            if not math.isfinite(value):
-                continue
-            if name in singles:
+            if name in singles and math.isfinite(value):
                 singles[name].add(tokens, value)
             elif name.startswith("val_") and name.count("/") == 1:
-                length, what = name.removeprefix("val_").split("/")
-                curves.validation.setdefault(length, {}).setdefault(what, Curve()).add(tokens, value)
+                losses[name] = value
+        if not losses:
+            continue
+        length = row.get("row_tokens")
+        other_rows = validated is not None and length != validated
+        other_mixture = mixture is not None and counted.differs_from(mixture)
+        if other_rows:
+            curves.marks.append((tokens, _rows_of(length)))
+        if other_mixture:
+            curves.marks.append((tokens, "another mixture"))
+        for name, value in losses.items():
+            rows_of, what = name.removeprefix("val_").split("/")
+            curve = curves.validation.setdefault(rows_of, {}).setdefault(what, Curve())
+            if curve.tokens and (other_rows or (other_mixture and what == "mix")):
+                curve.add(tokens, math.nan)
+            curve.add(tokens, value if math.isfinite(value) else math.nan)
+        validated = length
+        if counted.rows:
+            mixture, counted = counted, _Mixture()
     return curves
+
+
+def _rows_of(length: float | str | None) -> str:
+    return "other rows" if length is None else f"rows of {float(length):,.0f}"
+
+
+class _Mixture:
+    """Rows of each source, counted over updates."""
+
+    def __init__(self) -> None:
+        self.rows = 0.0
+        self._by_source: dict[str, float] = {}
+
+    def add(self, row: Mapping[str, float]) -> None:
+        """Count an update's."""
+        for name, rows in row.items():
+            if name.startswith("train/rows/"):
+                self._by_source[name] = self._by_source.get(name, 0) + rows
+                self.rows += rows
+
+    def differs_from(self, other: _Mixture) -> bool:
+        """Whether these cannot be rows of one mixture: consecutive rows hold a source within two rows of its share."""
+        if not self.rows or not other.rows:
+            return False
+        reach = 2 / self.rows + 2 / other.rows
+        names = self._by_source.keys() | other._by_source.keys()
+        return any(abs(self._share(name) - other._share(name)) > reach + 1e-12 for name in names)
+
+    def _share(self, name: str) -> float:
+        return self._by_source.get(name, 0) / self.rows
 
 
 def smooth(values: list[float]) -> list[float]:
@@ -98,14 +165,27 @@ def plot_line(journal: JournalReader, png_path: Path, name: str | None = None) -
     the journal is empty.
     """
     try:
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
+        import matplotlib  # noqa: F401
     except ImportError:
         raise Refusal("a plot needs matplotlib: pip install 'matplotlib>=3.8'") from None
     with journal.snapshot():
         curves = collect(journal)
     if journal.last_row() is None:
         raise Refusal(f"{journal.path}: no update is recorded yet, so there is nothing to plot")
+    figure = draw(curves, name or journal.path.resolve().parent.name)
+    picture = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # a name that the font lacks is drawn as boxes
+        figure.savefig(picture, format="png")
+    atomic_write(png_path, picture.getvalue())
+    return png_path
+
+
+def draw(curves: Curves, name: str) -> Figure:
+    """The picture, with a name in its title."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)  # inches
     # A figure without pyplot: nothing global, no display, drawn by the Agg backend because a PNG is asked for.
     figure = Figure(figsize=(12.5, 8.0), dpi=110, layout=layout, facecolor="white")
@@ -117,17 +197,11 @@ def plot_line(journal: JournalReader, png_path: Path, name: str | None = None) -
     _draw_grad_norm(grad_norm, curves)
     for axes in (learning_rate, grad_norm):
         axes.set_xlabel("tokens", fontsize=10, color=DARK)
-    title = name or journal.path.resolve().parent.name
     figure.suptitle(
-        f"{title}   ·   update {curves.last_update:,.0f}   ·   {human_count(curves.last_tokens)} tokens",
+        f"{name}   ·   update {curves.last_update:,.0f}   ·   {human_count(curves.last_tokens)} tokens",
         x=0.012, ha="left", fontsize=14, fontweight="bold", color=DARK,
     )  # fmt: skip
-    picture = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # a name that the font lacks is drawn as boxes
-        figure.savefig(picture, format="png")
-    atomic_write(png_path, picture.getvalue())
-    return png_path
+    return figure
 
 
 def _draw_loss(axes: Axes, curves: Curves) -> None:
@@ -143,22 +217,48 @@ def _draw_loss(axes: Axes, curves: Curves) -> None:
 
 
 def _draw_validation(axes: Axes, curves: Curves) -> None:
-    """Sources in colours, the mix of them in black; row lengths, if there are several, by line style."""
+    """Sources in colours, the mix of them in black; row lengths, if there are several, by line style. A name has one
+    entry in the legend, with its last value of each length.
+    """
+    from matplotlib.lines import Line2D
+
+    lengths = sorted(curves.validation, key=lambda text: (len(text), text))
     sources = sorted({what for by_source in curves.validation.values() for what in by_source} - {"mix", "mean"})
-    styles = ("-", "--", "-.", ":")
-    for i, length in enumerate(sorted(curves.validation, key=lambda text: (len(text), text))):
-        suffix = f" ({length})" if len(curves.validation) > 1 else ""
-        for what, curve in sorted(curves.validation[length].items(), key=lambda item: (item[0] == "mix", item[0])):
-            if what == "mean":
-                continue
-            mix = what == "mix"
-            axes.plot(
-                curve.tokens, curve.values, linestyle=styles[i % len(styles)], marker="o",
-                markersize=3.5 if mix else 2.5, linewidth=2.2 if mix else 1.3,
-                color="black" if mix else SOURCE_COLOURS[sources.index(what) % len(SOURCE_COLOURS)],
-                label=f"{what}{suffix}  {curve.values[-1]:.3f}",
-            )  # fmt: skip
-    _dress(axes, "validation loss (nats a token)", curves, legend=bool(curves.validation))
+    entries: list[Line2D] = []
+    for what in [*sources, "mix"]:
+        index, mix = 0 if what == "mix" else sources.index(what), what == "mix"
+        look: dict[str, Any] = {
+            "color": "black" if mix else SOURCE_COLOURS[index % len(SOURCE_COLOURS)],
+            "marker": SOURCE_MARKERS[index // len(SOURCE_COLOURS) % len(SOURCE_MARKERS)],
+            "markersize": 3.5 if mix else 2.5,
+            "linewidth": 2.2 if mix else 1.3,
+        }
+        last = []
+        for length, style in zip(lengths, itertools.cycle(STYLES), strict=False):
+            curve = curves.validation[length].get(what)
+            if curve is not None:
+                axes.plot(curve.tokens, curve.values, linestyle=style, **look)
+                last.append(f"{curve.values[-1]:.3f}" if math.isfinite(curve.values[-1]) else "not finite")
+        if last:
+            entries.append(Line2D([], [], label=f"{what}  {' | '.join(last)}", **look))
+    if len(lengths) > 1:
+        styles = zip(lengths, itertools.cycle(STYLES), strict=False)
+        entries += [Line2D([], [], color=MUTED, linestyle=style, label=_rows_of(length)) for length, style in styles]
+    _dress(axes, "validation loss (nats a token)", curves)
+    for tokens, text in curves.marks:
+        axes.axvline(tokens, color=MUTED, linewidth=0.8, linestyle=":")
+        axes.text(
+            tokens, 0.02, f" {text}", transform=axes.get_xaxis_transform(), rotation=90, fontsize=7, color=MUTED,
+            ha="right", va="bottom",
+        )  # fmt: skip
+    if len(entries) > ROOM_INSIDE:
+        columns = -(-len(entries) // 24)  # 24 are as high as the panel
+        axes.legend(
+            handles=entries, frameon=False, fontsize=8, loc="upper left", labelcolor=DARK,
+            bbox_to_anchor=(1.0, 1.0), ncols=columns,
+        )  # fmt: skip
+    elif entries:
+        axes.legend(handles=entries, frameon=False, fontsize=9, loc="upper right", labelcolor=DARK)
 
 
 def _draw_grad_norm(axes: Axes, curves: Curves) -> None:

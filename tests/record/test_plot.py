@@ -13,7 +13,7 @@ import pytest
 
 from nstrain.base.errors import Refusal
 from nstrain.record.journal import Journal
-from nstrain.record.plot import collect, plot_line, smooth
+from nstrain.record.plot import Curve, Curves, collect, draw, plot_line, smooth
 
 
 @pytest.fixture
@@ -60,6 +60,54 @@ def test_the_curves_are_those_of_the_journal(journal: Journal) -> None:
     assert sorted(curves.validation) == ["256", "512"]
     assert curves.validation["256"]["mix"].tokens == [0, 50 * 512, 100 * 512]
     assert curves.validation["512"]["code"].values == [validation(101, 512)["val_512/code"]]
+
+
+def test_what_is_not_to_be_compared_is_not_joined(journal: Journal, tmp_path: Path) -> None:
+    """A change of the mixture moves `mix` and nothing else, one of the row length all; NaN stays and is not bridged."""
+
+    def update(record: Journal, number: int, rows: tuple[int, int], length: int, losses: dict[str, float]) -> None:
+        shares = {"train/rows/web": rows[0], "train/rows/code": rows[1]}
+        record.commit(number, {"tokens": number * 512, "row_tokens": length, **shares, **losses})
+
+    journal.commit(0, {"tokens": 0, "row_tokens": 256, **validation(0)})
+    for number in range(1, 41):
+        update(journal, number, (3, 1 + number % 2 * 2), 256, validation(number) if number % 20 == 0 else {})
+    assert collect(journal).marks == []
+    Journal.make_branch(tmp_path / "branch.db", journal, 40)
+    with Journal.open(tmp_path / "branch.db", 1) as branch:
+        for number in range(41, 121):
+            mixture, length = (4, 0) if number <= 80 else (2, 2), 256 if number <= 100 else 512
+            losses = validation(number) | ({"val_256/web": math.nan} if number in (80, 120) else {})
+            update(branch, number, mixture, length, losses if number % 20 == 0 else {})
+        curves = collect(branch)
+    assert [(tokens / 512, text) for tokens, text in curves.marks] == [
+        (40, "branch"), (60, "another mixture"), (100, "another mixture"), (120, "rows of 512"),
+    ]  # fmt: skip
+
+    def gaps(what: str) -> list[float]:
+        curve = curves.validation["256"][what]
+        return [tokens / 512 for tokens, value in zip(curve.tokens, curve.values, strict=True) if math.isnan(value)]
+
+    assert (gaps("mix"), gaps("mean"), gaps("code")) == ([60, 100, 120], [120], [120])
+    assert gaps("web") == [80, 120, 120]
+    legend = draw(curves, "a").axes[1].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["code  8.800", "web  not finite", "mix  9.800"]
+
+
+@pytest.mark.parametrize(("sources", "lengths"), [(15, 2), (40, 3)])
+def test_many_sources_leave_room_for_their_curves(sources: int, lengths: int) -> None:
+    curve = Curve([0.0, 1e9], [9.0, 3.0])
+    names = [*(f"web-of-a-year-{i}" for i in range(sources)), "mix", "mean"]
+    lines = {str(4096 << i): dict.fromkeys(names, curve) for i in range(lengths)}
+    figure = draw(Curves(curve, curve, curve, validation=lines, last_tokens=1e9, last_update=1000), "a")
+    figure.draw_without_rendering()
+    places = [axes.get_position() for axes in figure.axes]
+    assert min(place.height for place in places) > 0.25
+    assert min(place.width for place in places) > 0.2
+    drawn = [line for line in figure.axes[1].get_lines() if line.get_linestyle() == "-"]
+    looks = {(line.get_color(), line.get_marker()) for line in drawn}
+    assert len(looks) == len(drawn) == sources + 1
 
 
 def test_smoothing_is_centred_and_keeps_straight_lines_straight() -> None:
