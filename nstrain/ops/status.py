@@ -117,7 +117,8 @@ class Status:
     validated_update: int | None
     """The update they belong to."""
     validation_before: dict[str, float | None]
-    """The same of the regular validation before it; empty if that read rows of another training length."""
+    """The same of the regular validation before it; empty if that read rows of another training length. Of another
+    mixture `mix` is no measure of the model: compare `mean` or the sources."""
     validated_before: int | None
     """The update of that one."""
     alarms: tuple[str, ...]

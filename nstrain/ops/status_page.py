@@ -155,9 +155,10 @@ def _validation(status: Status) -> list[tuple[str, RenderableType]]:
     for group in sorted(groups, key=lambda group: (group.startswith("ema/"), len(group), group)):
         names = sorted(groups[group], key=lambda name: (order.get(name.rpartition("/")[2], 2), name))
         shown = "  ".join(f"{name.rpartition('/')[2]} {_loss(status.validation[name])}" for name in names)
-        before, now = status.validation_before.get(f"{group}/mix"), status.validation.get(f"{group}/mix")
+        # The mean, not the mix: that steps where the mixture changes.
+        before, now = status.validation_before.get(f"{group}/mean"), status.validation.get(f"{group}/mean")
         if before is not None and now is not None:
-            shown += f"  (mix {now - before:+.4f} since u{status.validated_before})"
+            shown += f"  (mean {now - before:+.4f} since u{status.validated_before})"
         label = group.replace("val_", "").replace("ema/", "average, ")
         rows.append((f"valid. u{status.validated_update}" if not rows else "", f"{label}: {shown}"))
     return rows

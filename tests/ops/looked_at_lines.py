@@ -47,7 +47,8 @@ def record(paths: LinePaths, updates: int, loss: float = 2.5) -> None:
             if update:
                 row |= {"train/loss": loss, "train/learning_rate": 1e-3, "perf/tokens_per_s": 1000.0}
             if update % 8 == 0:
-                row |= {f"val_{ROW_TOKENS}/mix": 3.0 + update, f"val_{ROW_TOKENS}/prose": 2.0 + update}
+                losses = {"mix": 3.0 + update, "mean": 4.0 + update / 2, "prose": 2.0 + update}
+                row |= {f"val_{ROW_TOKENS}/{name}": loss for name, loss in losses.items()}
             journal.commit(update, row)
 
 

@@ -65,7 +65,7 @@ def test_running(paths: LinePaths) -> None:
     assert (look.checkpoint, look.checkpoints) == ("u00000004", ("u00000004",))
     assert (look.pid, look.trainer_pid) == (os.getpid(), os.getpid())
     assert look.validated_update == 8
-    assert look.validation == {"val_64/mix": 11.0, "val_64/prose": 10.0}
+    assert look.validation == {"val_64/mix": 11.0, "val_64/mean": 8.0, "val_64/prose": 10.0}
     assert not look.stopping
     request_stop(paths)
     assert status(paths.root).stopping

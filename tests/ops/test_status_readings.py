@@ -135,10 +135,10 @@ def test_a_validation_is_compared_with_the_one_before_but_not_over_a_change_of_l
     record(paths, 16)
     look = status(paths.root)
     assert (look.validated_update, look.validated_before, look.validation_before["val_64/mix"]) == (16, 8, 11.0)
-    assert "(mix +8.0000 since u8)" in page(look)
+    assert "(mean +4.0000 since u8)" in page(look)  # whatever the mixture: that of now weights the mix
     record(paths, 23)
     with Journal.open(paths.journal, METRICS_VERSION) as journal:
-        journal.commit(24, {"tokens": 24 * UPDATE_TOKENS, "row_tokens": 128, "val_64/mix": 20.0, "val_128/mix": 1.0})
+        journal.commit(24, {"tokens": 24 * UPDATE_TOKENS, "row_tokens": 128, "val_64/mean": 20.0, "val_128/mean": 1.0})
     look = status(paths.root)
     assert (look.validated_update, look.validated_before, look.validation_before) == (24, None, {})
     assert "since u" not in page(look)
