@@ -182,7 +182,16 @@ def resolved(name: str) -> Path:
 
 
 def refuse_existing(directory: Path) -> None:
-    """Raise `Refusal` if a directory that is to be made exists and is not an empty one."""
+    """Raise `Refusal` if a directory that is to be made exists and is not an empty one.
+
+    One whose path is not UTF-8 is refused too: the files that name it could not hold that.
+    """
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError:
+        raise Refusal(
+            f"{os.fsencode(directory)!r}: the path is not UTF-8 text in this locale; name a directory whose path is"
+        ) from None
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         remove = typed("rm", "-r", directory)
         raise Refusal(f"{directory}: exists already; name a new directory, or remove this one first (`{remove}`)")

@@ -89,7 +89,7 @@ class Journal(JournalReader):
         """A journal to read, while a writer may be at work. Raises `Refusal` if there is no journal at `path`."""
         if not path.exists():
             raise Refusal(f"{path}: no such journal; it is made when the line is first run")
-        uri = f"file:{quote(os.path.abspath(path))}?mode=ro"
+        uri = f"file:{quote(os.fsencode(os.path.abspath(path)))}?mode=ro"
         try:
             return JournalReader(path, _connect_to_read(path, uri))
         except Refusal:

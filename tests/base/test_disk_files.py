@@ -178,6 +178,9 @@ def test_a_directory_in_use_is_refused_and_an_empty_one_taken(tmp_path: Path) ->
     for name in ("used", "file"):
         with pytest.raises(Refusal, match=f"{name}: exists already"), directory_by_rename(tmp_path / name):
             raise AssertionError("not reached")
+    latin = tmp_path / os.fsdecode("Größe".encode("latin-1"))
+    with pytest.raises(Refusal, match=r"Gr\\xf6\\xdfe'.*not UTF-8"), directory_by_rename(latin):
+        raise AssertionError("not reached")
     with directory_by_rename(tmp_path / "empty") as directory:
         (directory / "new").write_text("y")
     assert (tmp_path / "empty" / "new").read_text() == "y"

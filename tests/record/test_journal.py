@@ -34,7 +34,10 @@ def fill(journal: Journal, first: int, last: int, **more: float) -> None:
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_come_back_flat_in_order_with_their_kinds(path: Path) -> None:
+@pytest.mark.parametrize("directory", [b"plain", b"a b%20?#", "Größe".encode(), "Größe".encode("latin-1")])
+def test_rows_come_back_flat_in_order_with_their_kinds(tmp_path: Path, directory: bytes) -> None:
+    path = tmp_path / os.fsdecode(directory) / "journal.db"  # the last is what a locale of another encoding makes of it
+    path.parent.mkdir()
     with Journal.open(path, 1) as journal:
         assert journal.last_row() is None
         assert journal.last_update() is None
