@@ -33,7 +33,8 @@ def branch(
     plan: Annotated[str, typer.Option(help="The stages: decay:10e9,long:2e9, or one of them.")],
     data: Annotated[str, typer.Option(help="The branch's data line: made here, or one made by `data branch`.")],
     share: Annotated[
-        list[str] | None, typer.Option(help="NAME=SHARE, once a source: the branch's mixture (default: the trunk's).")
+        list[str] | None,
+        typer.Option(help="NAME=SHARE, once a source, none of others: the mixture (default: the trunk's)."),
     ] = None,
     final_lr: Annotated[
         float | None, typer.Option(help="Learning rate at the decay's end (default: a tenth of the trunk's).")
@@ -118,6 +119,8 @@ def _show_branch(run: str, parent: str, made: Branched) -> None:
     first = made.stages[0].first_token
     print(table(f"{run}: {parent} up to update {made.update:,} ({human_count(first)} tokens), then", heads, rows))
     print(f"data line {made.data.work}" + ("" if made.made_data else " (was there)"))
+    for text in dict.fromkeys(piece.describe_mixture(made.data.source_names) for piece in made.data.settings.schedule):
+        print(text)
     for difference in made.changed_since:
         print(f"{parent} was changed since; the branch keeps what it was trained with at the fork: {difference}")
     for note in made.notes:

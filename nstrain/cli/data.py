@@ -137,7 +137,8 @@ def extend(
     cycles: Annotated[int | None, typer.Option(min=1, help="More cycles (default: until a source is used up).")] = None,
     cycle_tokens: Annotated[str | None, typer.Option(help="Tokens of a cycle (default: as in the last piece).")] = None,
     share: Annotated[
-        list[str] | None, typer.Option(help="NAME=SHARE, once a source: a new recipe (default: the last piece's).")
+        list[str] | None,
+        typer.Option(help="NAME=SHARE, once a source, none of others: a new mixture (default: the last piece's)."),
     ] = None,
 ) -> None:
     """Add cycles at the end of the schedule; what it already says never changes."""
@@ -146,8 +147,10 @@ def extend(
     tokens = None if cycle_tokens is None else parse_tokens(cycle_tokens, "--cycle-tokens")
     line = extend_line(resolve(work), cycles, tokens, parse_recipe(share))
     piece = line.settings.schedule[-1]
-    count = "open-ended" if piece.cycles is None else f"{piece.cycles} more cycles"
-    print(f"schedule: {count} of {piece.cycle_tokens:,} tokens; {line.cycle_count or 'any number of'} cycles in all")
+    count = "open-ended," if piece.cycles is None else f"{piece.cycles} more"
+    total = "" if line.cycle_count is None else f"; {line.cycle_count} cycles in all"
+    print(f"schedule: {count} cycles of {piece.cycle_tokens:,} tokens{total}")
+    print(piece.describe_mixture(line.source_names))
 
 
 @app.command("exclude")
@@ -187,7 +190,8 @@ def branch(
     cycle_tokens: Annotated[str, typer.Option(help="Tokens of a cycle; rounded to whole segments.")],
     cycles: Annotated[int | None, typer.Option(min=1, help="Cycles (default: until the sources are used up).")] = None,
     share: Annotated[
-        list[str] | None, typer.Option(help="NAME=SHARE, once a source: the branch's recipe (default: the trunk's).")
+        list[str] | None,
+        typer.Option(help="NAME=SHARE, once a source, none of others: the mixture (default: the trunk's)."),
     ] = None,
     unit_tokens: Annotated[int | None, typer.Option(min=1, help="The longest row (default: the trunk's).")] = None,
     segment_units: Annotated[int | None, typer.Option(min=1, help="Units of a share in a segment.")] = None,
@@ -202,6 +206,7 @@ def branch(
     piece = line.settings.schedule[0]
     count = cycles or "open-ended,"
     print(f"{line.work}: forked after cycle {at_cycle}; {count} cycles of {piece.cycle_tokens:,} tokens")
+    print(piece.describe_mixture(line.source_names))
     if not (line.work / "val").exists():
         print(f"its rows are longer than the trunk's; next: {typed('nstrain', 'data', 'val', '--work', work)}")
 

@@ -7,6 +7,7 @@ matters - segment, cycle, update - falls on a row's edge and the shares are exac
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pydantic
 
@@ -38,6 +39,13 @@ class Piece(Settings):
         if any(share <= 0 for share in self.recipe.values()):
             raise ValueError("a share must be a positive whole number; leave a source out to give it none")
         return self
+
+    def describe_mixture(self, sources: Sequence[str]) -> str:
+        """Each source's share of the text, and which of a line's sources have none; for people."""
+        total = sum(self.recipe.values())
+        shares = ", ".join(f"{name} {100 * share / total:.3g} %" for name, share in self.recipe.items())
+        without = ", ".join(name for name in sources if name not in self.recipe)
+        return f"mixture: {shares}" + (f"; nothing of {without}" if without else "")
 
 
 @dataclasses.dataclass(frozen=True)

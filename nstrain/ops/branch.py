@@ -58,7 +58,7 @@ class Branched:
     changed_since: tuple[str, ...]
     """What the parent's run.json says otherwise by now, which the branch does not take over; for people."""
     notes: tuple[str, ...]
-    """What is allowed but hardly meant (`schedule_notes`)."""
+    """What is allowed but hardly meant (`schedule_notes`), and whether validations are of other text than before."""
 
 
 def make_branch(
@@ -116,7 +116,16 @@ def make_branch(
         update=state["update"],
         made_data=made_data,
         changed_since=changed_since_fork(parent, now, state["tokens"]),
-        notes=schedule_notes(settings, data.schedule),
+        notes=(*_held_out_notes(data, trunk), *schedule_notes(settings, data.schedule)),
+    )
+
+
+def _held_out_notes(data: DataLine, trunk: DataLine) -> tuple[str, ...]:
+    if data.unit_tokens == trunk.unit_tokens:
+        return ()
+    return (
+        f"its held-out text is for rows of {data.unit_tokens:,} tokens, its trunk's for {trunk.unit_tokens:,}: "
+        "validation losses before the fork and after it are of different text, and not to be compared",
     )
 
 

@@ -271,6 +271,13 @@ def test_the_command(trunk: DataLine, tmp_path: Path) -> None:
     assert "forked after cycle 2; 2 cycles of 640 tokens" in done.output
     branch = DataLine.open(tmp_path / "branch")
     assert branch.settings.schedule[0].recipe == {"rows": 3, "nested": 1}
+    others = ", ".join(name for name in trunk.source_names if name not in ("rows", "nested"))
+    assert others
+    assert f"mixture: rows 75 %, nested 25 %; nothing of {others}\n" in done.output
+    done = CliRunner().invoke(
+        app, ["extend", "--work", work, "--cycles", "1", "--share", "nested=1", "--cycle-tokens", "640"]
+    )
+    assert "1 more cycles of 640 tokens; 3 cycles in all\nmixture: nested 100 %; nothing of" in done.output
     longer = [work + "2" if part == work else part for part in arguments]
     done = CliRunner().invoke(app, [*longer, "--unit-tokens", "32"])
     assert f"nstrain data val --work {work}2" in done.output

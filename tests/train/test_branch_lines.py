@@ -375,6 +375,7 @@ def test_longer_rows_than_the_trunks_unit_get_held_out_text_of_their_own(trunk: 
     made = branch(trunk, tmp_path, plan="long:600", options={"long_row_tokens": 2 * UNIT_TOKENS})
     assert made.data.unit_tokens == 2 * UNIT_TOKENS
     assert json.loads((made.data.work / "val" / "index.json").read_text())["unit_tokens"] == 2 * UNIT_TOKENS
+    assert "losses before the fork and after it are of different text" in made.notes[0]
 
 
 def test_it_is_made_again_after_a_kill(trunk: LinePaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
