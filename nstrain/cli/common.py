@@ -76,6 +76,8 @@ def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     terminal = sys.stdout.isatty()
     out = io.StringIO()
     console = _wide_enough(Console(file=out, width=None if terminal else 110, force_terminal=terminal))
+    if console.measure(drawn, options=console.options.update(max_width=1000)).maximum > console.width:
+        drawn.padding = 0  # the room is for words: 80 columns hold `nstrain lines`
     console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)  # a path in it stays whole
     console.print(drawn)
     return out.getvalue().rstrip("\n")

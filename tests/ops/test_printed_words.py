@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +78,10 @@ def test_a_narrow_terminal_breaks_lines_itself(paths: LinePaths, monkeypatch: py
     assert len(page.splitlines()) < 15
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert "│ a long cell │" in table("title", ("a", "b"), [("a long cell", "another")])
+    monkeypatch.setenv("COLUMNS", "80")  # a whole row of `nstrain lines`, no word of it broken
+    heads = ("line", "model", "state", "update", "tokens", "loss", "tokens/s", "left", "what it waits for")
+    row = ("trunk", "tiny-32k", "stopped", "123,456", "49.2B of 65.5B", "4.9403", "40.3K", "12d 3h", "data of a cycle")
+    lines = table("title", heads, [row]).splitlines()
+    words = {word for line in lines for word in re.sub(r"\x1b\[[0-9;]*m|[^ -~]", " ", line).split()}
+    assert words >= {word for cell in (*heads, *row) for word in cell.split()}
+    assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in lines) <= 80
