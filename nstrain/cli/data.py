@@ -413,7 +413,7 @@ def _prepare_in_background(work: Path, ahead: int, workers: int | None, until: i
     options = ["--ahead", str(ahead)]
     options += [] if workers is None else ["--workers", str(workers)]
     options += [] if until is None else ["--until", str(until)]
-    service = [sys.executable, "-m", "nstrain.cli.main", "data", "run-preparer", "--work", str(work), *options]
+    service = [sys.executable, "-m", "nstrain", "data", "run-preparer", "--work", str(work), *options]
     command = [sys.executable, "-m", "nstrain.data.preparer", str(work), *options]
     output = work / "preparer.out"
     pid = begin(f"nstrain-data-{work.name}", [*service, "--foreground"], command, output)

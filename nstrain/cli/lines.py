@@ -172,7 +172,7 @@ def run(
 
     paths = LinePaths(place)
     refuse_no_line(place)
-    service = [sys.executable, "-m", "nstrain.cli.main", "run", str(place), "--foreground"]
+    service = [sys.executable, "-m", "nstrain", "run", str(place), "--foreground"]
     command = [sys.executable, "-m", "nstrain.supervise", str(place)]
     pid = begin(f"nstrain-{place.name}", service, command, paths.supervisor_out)
     print(f"{place}: runs in the background as process {pid}")
