@@ -4,7 +4,7 @@ All but the firing are functions of the log decays a_t = A dt_t that the recurre
 what the row's first token left decays by after its last:
 
     retention               exp(S)
-    retention32k            exp(32768 S / (L - 1)): the same over 32K tokens at the row's mean step
+    retention32k            exp(32768 S / (L - 1)): the same over 32,768 tokens of the row's average decay
     tau                     (L - 1) / |S| tokens; infinite for a head that never decays
     retention_seg<k>        exp(a_2 + ... up to the end of segment k of the training length)
     boundary_retention      the mean over the row's boundaries of exp(a_e + a_{e+1})

@@ -7,7 +7,7 @@ Means are over a row's tokens; [B, h] for the h heads unless said otherwise.
     write           mean write tag w
     rope_ext_q, _k  the share of the queries' (keys') energy in rotary pairs whose wavelength, 2 pi base^(2i/d) tokens,
                     exceeds the training length; after norm and turn, so every token counts the same and a query gain
-                    nothing. rope_ext_pairs_frac: the share of all pairs that are such, one number a model
+                    nothing. rope_ext_pairs_frac: how many of the pairs those are, as a share; one number a model
     copy_pi, novelty, read_gain         the comparator's pi, nu and g, means
     pkm_entropy     mean entropy in nats of a memory head's weights over the slots it reads, [B, memory heads]
     pkm_slots_used  how many different slots the row's tokens read, over all memory heads, [B, 1]

@@ -39,7 +39,7 @@ class DirectoryStrata(Settings):
 
 
 class FileStrata(Settings):
-    """Every file is a stratum: for a corpus whose files are kinds of text."""
+    """Every file is a stratum: where each file holds a kind of text of its own."""
 
     by: Literal["file"]
 

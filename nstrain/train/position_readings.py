@@ -2,8 +2,8 @@
 
     val_<L>/pos/seg<k>            the loss on the targets k S + 1 ... (k + 1) S of a row, S the training length
     val_<L>/pos/last_over_first   the last segment's over the first's
-    val_<L>/docpos/bin<k>         the loss on the first token after an EOS (k = 0), and on the tokens 2^(k-1) ...
-                                  2^k - 1 after that one: what each doubling of a document's context is worth
+    val_<L>/docpos/bin<k>         the loss on documents' first tokens (k = 0), and on their tokens of index 2^(k-1) to
+                                  below 2^k: by how much it falls as the known part of the document doubles
     val_<L>/docpos/tokens_frac    the share of the targets that docpos counts; those before a row's first EOS belong
                                   to a document whose beginning the row cuts off
 
