@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -16,7 +17,11 @@ from nstrain.base.errors import ExitCode, Refusal
 from nstrain.cli.common import table
 from nstrain.cli.main import app
 from nstrain.data.init import find_recipe
+from nstrain.data.look import DataStatus
+from nstrain.data.plan import LinePlan
+from nstrain.line.listing import ListedCheckpoint
 from nstrain.line.paths import LinePaths
+from nstrain.ops.status import Status
 
 
 def test_a_path_in_a_tables_title_stays_whole() -> None:
@@ -85,3 +90,16 @@ def test_a_narrow_terminal_breaks_lines_itself(paths: LinePaths, monkeypatch: py
     words = {word for line in lines for word in re.sub(r"\x1b\[[0-9;]*m|[^ -~]", " ", line).split()}
     assert words >= {word for cell in (*heads, *row) for word in cell.split()}
     assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in lines) <= 80
+
+
+@pytest.mark.parametrize(
+    ("section", "what"),
+    [("status", Status), ("checkpoints", ListedCheckpoint), ("data status", DataStatus), ("data plan", LinePlan)],
+)
+def test_every_field_of_json_is_explained(section: str, what: type) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "json.md").read_text()
+    fields = re.findall(
+        r"^\| `(\w+)` \| (.*) \|$", page.partition(f"\n## {section}\n")[2].partition("\n## ")[0], re.MULTILINE
+    )
+    assert [name for name, _ in fields] == [field.name for field in dataclasses.fields(what)]
+    assert all(text.strip() for _, text in fields)
