@@ -33,14 +33,18 @@ def new(
     tokens_per_update: Annotated[
         str | None,
         typer.Option(
-            help='A number, or a ramp: \'[{"from":0,"to":4.7e9,"tokens":262144}, ...]\'; the last to is null.'
+            help='A number, or a ramp: \'[{"from":0,"to":4.7e9,"tokens":262144}, ...]\'; the last to is null '
+            "(default: a thousandth of the schedule at most, of 8 rows to 1,048,576 tokens)."
         ),
     ] = None,
     row_tokens: Annotated[int | None, typer.Option(help="Row length (default: up to 4096).")] = None,
-    micro_rows: Annotated[int | None, typer.Option(help="Rows of one forward and backward pass.")] = None,
+    micro_rows: Annotated[
+        int | None, typer.Option(help="Rows of one forward and backward pass (default: up to 4096 tokens).")
+    ] = None,
     recompute: Annotated[str, typer.Option(help="Activations recomputed: none, dendritic or all.")] = "none",
     warmup_tokens: Annotated[
-        str | None, typer.Option(help="Tokens of warm-up, 0 for none (default: 2 % of the schedule).")
+        str | None,
+        typer.Option(help="Tokens of warm-up, 0 for none (default: 2 % of the schedule, 2000 updates at most)."),
     ] = None,
     decay_tokens: Annotated[
         str | None, typer.Option(help="Tokens of decay at the schedule's end (default: the rate stays).")
@@ -50,20 +54,31 @@ def new(
     ema_horizon_tokens: Annotated[
         str | None, typer.Option(help="Average the weights over so many tokens, beginning as far in (default: do not).")
     ] = None,
-    ema_from_tokens: Annotated[str | None, typer.Option(help="Begin the average here instead.")] = None,
+    ema_from_tokens: Annotated[
+        str | None, typer.Option(help="Begin the average here (default: --ema-horizon-tokens).")
+    ] = None,
     weight_decay: Annotated[float, typer.Option(help="AdamW's decoupled weight decay.")] = 0.1,
     weight_decay_batch: Annotated[
         str | None, typer.Option(help="Tokens an update at which --weight-decay holds (default: at every batch).")
     ] = None,
     clip_norm: Annotated[float, typer.Option(help="The gradient is clipped to this norm.")] = 1.0,
-    validate_every: Annotated[int | None, typer.Option(help="Updates between validations.")] = None,
-    validation_rows: Annotated[int | None, typer.Option(help="Held-out rows of a source.")] = None,
-    long_rows: Annotated[
-        int | None, typer.Option(help="Held-out rows of a source at the longest context that model and data allow.")
+    validate_every: Annotated[
+        int | None, typer.Option(help="Updates between validations (default: 25 in the schedule, 1000 at most).")
     ] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Updates between rolling checkpoints.")] = None,
-    checkpoint_minutes: Annotated[float | None, typer.Option(help="Minutes between rolling checkpoints.")] = None,
-    keep_last: Annotated[int | None, typer.Option(help="Rolling checkpoints that stay.")] = None,
+    validation_rows: Annotated[int | None, typer.Option(help="Held-out rows of a source (default: 16).")] = None,
+    long_rows: Annotated[
+        int | None,
+        typer.Option(
+            help="Held-out rows of a source at the longest context of model and data (default: 4, on a CPU 1)."
+        ),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Updates between rolling checkpoints (default: by time alone).")
+    ] = None,
+    checkpoint_minutes: Annotated[
+        float | None, typer.Option(help="Minutes between rolling checkpoints (default: 30).")
+    ] = None,
+    keep_last: Annotated[int | None, typer.Option(help="Rolling checkpoints that stay (default: 2).")] = None,
     print_every: Annotated[int, typer.Option(help="Updates between rows in run.log.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads (default: this machine's cores).")] = None,

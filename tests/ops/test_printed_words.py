@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from nstrain.base.errors import ExitCode, Refusal
@@ -103,3 +104,13 @@ def test_every_field_of_json_is_explained(section: str, what: type) -> None:
     )
     assert [name for name, _ in fields] == [field.name for field in dataclasses.fields(what)]
     assert all(text.strip() for _, text in fields)
+
+
+def test_every_option_of_new_says_its_default() -> None:
+    commands = typer.main.get_command(app)
+    options = commands.get_command(None, "new").params  # type: ignore[attr-defined]
+    silent = {option.name for option in options if option.default is None and not option.required}
+    assert silent
+    assert {
+        option.name for option in options if option.name in silent and "default" not in (option.help or "")
+    } == set()
