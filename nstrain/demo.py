@@ -209,7 +209,7 @@ the curves: {picture}
 look further:
   {typed("nstrain", "status", line)}
   {typed("nstrain", "journal", line)} --format csv
-  {typed("nstrain", "data", "show", "--work", data)} --cycle {CYCLES} --rows 0:4 --row-tokens {ROW_TOKENS}
+  {typed("nstrain", "generate", line)} --prompt "def "
 extend it by two cycles and go on (at the rate it ended with):
   {typed("nstrain", "data", "extend", "--work", data)} --cycles 2
   {typed("nstrain", "run", line)} --foreground"""

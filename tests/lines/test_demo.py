@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import nstrain.demo
 from nstrain.base.errors import ExitCode
+from nstrain.cli.main import app
 from nstrain.data.val import ValidationRow
 from nstrain.demo import DemoPlaces, prepare_demo, run_demo, unigram_entropy
 
@@ -26,6 +29,12 @@ def test_the_demo_makes_trains_and_shows_a_line(tmp_path: Path, monkeypatch: pyt
         assert f"\n  {source} " in shown, f"the table has a row of {source}"
     assert (places.line / "curves.png").stat().st_size > 10_000
     assert "nstrain data extend" in shown
+    looks = [line.strip() for line in shown.partition("look further:")[2].splitlines() if line.startswith("  nstrain ")]
+    assert len(looks) == 5
+    for look in looks[:-2]:  # as typed; the last two go on with the line
+        done = CliRunner().invoke(app, shlex.split(look)[1:])
+        assert (done.exit_code, bool(done.stdout)) == (ExitCode.DONE, True), look
+        assert "deleted" not in done.stdout
     before = (places.line / "journal.db").read_bytes()
     said.clear()
     assert run_demo(places.root, said.append) == ExitCode.DONE
