@@ -285,7 +285,9 @@ def journal(
     from nstrain.record.export import export
     from nstrain.record.journal import Journal
 
-    with Journal.open_for_reading(LinePaths(resolve(run)).journal) as opened:
+    place = resolve(run)
+    with Journal.open_for_reading(LinePaths(place).journal) as opened:
+        _refuse_own_file(place, output)
         if output is None:
             export(opened, form, sys.stdout)
             return
@@ -305,7 +307,16 @@ def plot(
 
     place = resolve(run)
     with Journal.open_for_reading(LinePaths(place).journal) as opened:
+        _refuse_own_file(place, output)
         print(plot_line(opened, output or place / "curves.png", place.name))
+
+
+def _refuse_own_file(run: Path, output: Path | None) -> None:
+    """Raise `Refusal` for an output that would replace a file of the line itself: its journal, say."""
+    if output is None or not output.exists() or output.suffix in (".csv", ".jsonl", ".png"):
+        return
+    if output.resolve().is_relative_to(run):
+        raise Refusal(f"--output {output}: is a file of the line itself; name another")
 
 
 def demo(

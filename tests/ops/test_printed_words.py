@@ -23,6 +23,7 @@ from nstrain.data.plan import LinePlan
 from nstrain.line.listing import ListedCheckpoint
 from nstrain.line.paths import LinePaths
 from nstrain.ops.status import Status
+from nstrain.record.journal import Journal
 
 
 def test_a_path_in_a_tables_title_stays_whole() -> None:
@@ -114,3 +115,18 @@ def test_every_option_of_new_says_its_default() -> None:
     assert {
         option.name for option in options if option.name in silent and "default" not in (option.help or "")
     } == set()
+
+
+def test_an_output_never_replaces_a_file_of_the_line(paths: LinePaths) -> None:
+    with Journal.open(paths.journal, 2) as journal:
+        journal.commit(0, {"tokens": 0})
+    before = {path: path.read_bytes() for path in (paths.journal, paths.run_json)}
+    for command in ("journal", "plot"):
+        for path in before:
+            refused = CliRunner().invoke(app, [command, str(paths.root), "--output", str(path)])
+            assert "is a file of the line itself" in str(refused.exception)
+    for _ in range(2):  # an earlier export may be replaced
+        assert (
+            CliRunner().invoke(app, ["journal", str(paths.root), "--output", str(paths.root / "a.csv")]).exit_code == 0
+        )
+    assert {path: path.read_bytes() for path in before} == before
