@@ -104,8 +104,8 @@ class HeldOut:
         validation = settings.validation
         losses = cut(row_tokens, validation.rows_per_source)
         probed, most = losses, validation.probe_rows_per_source
-        if most is not None and most < validation.rows_per_source:
-            probed = cut(row_tokens, most).some_a_source(most)
+        if most is not None:  # also where `losses` are few: of many strata they are a row each
+            probed = cut(row_tokens, min(most, validation.rows_per_source)).some_a_source(most)
         long_tokens, most_long = (
             long_row_tokens(settings, data.unit_tokens, row_tokens),
             validation.long_rows_per_source,

@@ -128,6 +128,15 @@ def test_fewer_rows_may_be_probed_and_are_some_of_the_others(data: DataLine, tmp
     for some in (rows.losses, rows.probed, rows.long):
         assert some.mix_weights(RECIPE).sum() == pytest.approx(1)
         assert set(some.sources) == {"books", "code"}
+    # Each source has two strata, so losses are of two rows of it at least, whatever is asked for.
+    for rows_per_source, most, probed in ((1, 1, 1), (2, 1, 1), (1, 2, 2), (1, 9, 2), (6, 6, 6), (6, 9, 6)):
+        validation = settings.validation.model_copy(
+            update={"rows_per_source": rows_per_source, "probe_rows_per_source": most}
+        )
+        rows = HeldOut.open(data, settings.model_copy(update={"validation": validation}), ROW_TOKENS)
+        assert len(rows.losses.tokens) == 2 * max(2, rows_per_source)
+        assert len(rows.probed.tokens) == 2 * probed
+        assert rows.probed.mix_weights(RECIPE).sum() == pytest.approx(1)
 
 
 def test_what_can_be_asked_follows_from_the_tokens() -> None:
