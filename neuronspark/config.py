@@ -259,7 +259,10 @@ def _check_type(name: str, annotation: str, value: object) -> None:
     kinds: tuple[type, ...] = (int,) if annotation == "int" else (int, float)
     if not isinstance(value, kinds) or isinstance(value, bool):
         raise ConfigError(f"{name} is {value!r}: expected {'a whole' if annotation == 'int' else 'a'} number")
-    number = float(value)  # type: ignore[arg-type]
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except OverflowError:  # an integer of more than 308 digits
+        number = math.inf
     low_is_valid = name in ("z_loss_weight", "surrogate_margin")
     if not math.isfinite(number) or number < 0 or (number == 0 and not low_is_valid):
         raise ConfigError(f"{name} is {value!r}: expected a finite number {'>= 0' if low_is_valid else '> 0'}")

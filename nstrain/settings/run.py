@@ -144,14 +144,21 @@ class BranchSettings(Settings):
     """The position there; the branch counts on from it."""
 
 
+LARGEST_BETA = 0.99999
+"""AdamW's numbers are fp32: nearer to 1, what a new gradient counts is lost in the rounding of 1 - beta."""
+
+SMALLEST_EPS = 1e-20
+"""Likewise: an eps that fp32 takes for 0 makes NaN of every weight that has no gradient."""
+
+
 class OptimizerSettings(Settings):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over the global gradient, clipped by its norm."""
 
-    beta1: float = pydantic.Field(default=0.9, ge=0, lt=1)
+    beta1: float = pydantic.Field(default=0.9, ge=0, le=LARGEST_BETA)
     """Decay of the first moment an update."""
-    beta2: float = pydantic.Field(default=0.95, ge=0, lt=1)
+    beta2: float = pydantic.Field(default=0.95, ge=0, le=LARGEST_BETA)
     """Decay of the second moment an update."""
-    eps: float = pydantic.Field(default=1e-8, gt=0)
+    eps: float = pydantic.Field(default=1e-8, ge=SMALLEST_EPS)
     """Added to the root of the second moment."""
     weight_decay: float = pydantic.Field(default=0.1, ge=0)
     """Decoupled weight decay (times the rate) of matrices, embedding and memory tables."""

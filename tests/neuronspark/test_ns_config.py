@@ -43,6 +43,7 @@ def test_missing_fields_are_named() -> None:
         ({"width": 64.0}, "width is 64.0: expected a whole number"),
         ({"vocab_size": True}, "vocab_size is True"),
         ({"vocab_size": 0}, "vocab_size is 0: expected a finite number > 0"),
+        ({"ffn_width": 10**400}, "ffn_width is 10*: expected a finite number > 0"),
         ({"state_groups": 3}, "dendritic heads is 2: expected a positive multiple of state_groups"),
         ({"dendritic_head_width": 48}, "expected a positive multiple of dendritic_head_width"),
         ({"pool_head_width": 1}, "rotary pairs"),

@@ -40,6 +40,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a truth as number": (changed("seed", to=True), "field 'seed': input should be a valid integer, found True"),
     "a fraction": (changed("threads", to=1.5), "field 'threads': input should be a valid integer, found 1.5"),
     "below its bound": (changed("seed", to=-1), "field 'seed': input should be greater than or equal to 0, found -1"),
+    "beyond fp32, eps": (
+        changed("optimizer", "eps", to=1e-46), "'optimizer.eps': input should be greater than or equal to 0.0000"
+    ),
+    "beyond fp32, beta": (
+        changed("optimizer", "beta2", to=1 - 1e-9), "'optimizer.beta2': input should be less than or equal to 0.99999"
+    ),
     "zero": (changed("optimizer", "clip_norm", to=0.0), "field 'optimizer.clip_norm': input should be greater than 0"),
     "no number": (
         changed("learning_rate", 0, "start", to=float("nan")), "'learning_rate.0.start': input should be a finite"
