@@ -6,8 +6,8 @@ val_<L>/<kind>/.... A pair has its row's weight, which is what the row counts in
 docs/reference/metrics.md.
 
 A quantile is the smallest value that at least that share of the weight does not exceed: always a value that occurs,
-whatever the order of the pairs. A row without a boundary has no reading at boundaries, and its pairs are left out; any
-other NaN makes the statistic NaN.
+whatever the order of the pairs. A row without a boundary has no reading at boundaries: all its members are NaN, and its
+pairs are left out. Any other NaN makes the statistic NaN.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Rule:
     of_head: Statistic | None = None
     """Over a head's rows, for <reading>_head<h> of each layer; None: heads are not listed."""
     may_lack: bool = False
-    """Whether NaN stands for rows that do not have the reading."""
+    """Whether rows may lack the reading: such a row's members are all NaN."""
     of_rows: bool = False
     """Whether it belongs to the rows and to no layer."""
 
@@ -160,7 +160,9 @@ def probe_row(batches: Sequence[ProbedBatch], row_tokens: int) -> dict[str, floa
     """The readings for the journal, by name. Raises `Refusal` for a reading without a rule."""
     pairs: dict[str, dict[str, tuple[FloatArray, FloatArray]]] = {}
     for part, name in _in_order(batches):
-        pairs.setdefault(name, {})[part] = _gather(batches, part, name)
+        values, weights = _gather(batches, part, name)
+        having = ~np.isnan(values).all(axis=1) if rule_of(name).may_lack else slice(None)
+        pairs.setdefault(name, {})[part] = values[having], weights[having]
     row: dict[str, float] = {}
     for name, by_part in pairs.items():
         rule, (kind, _, reading) = rule_of(name), name.partition("/")
@@ -196,9 +198,6 @@ def _flat(values: FloatArray, weights: FloatArray) -> tuple[FloatArray, FloatArr
 
 
 def _statistics(name: str, rule: Rule, values: FloatArray, weights: FloatArray) -> dict[str, float]:
-    if rule.may_lack:
-        there = ~np.isnan(values)
-        values, weights = values[there], weights[there]
     if not values.size:
         return {}
     return {name + suffix: statistic(values, weights) for suffix, statistic in rule.statistics.items()}

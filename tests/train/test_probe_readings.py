@@ -145,6 +145,10 @@ def test_any_other_nan_stays_visible() -> None:
     row = probe_row([batch([1.0, 1.0], layer00={"dendritic/tau": [[1.0, math.nan], [2.0, 3.0]]})], 8)
     assert all(math.isnan(value) for value in row.values())
     assert len(row) == 6
+    boundary = {"dendritic/boundary_retention": [[math.nan, math.nan], [0.1, math.nan]]}
+    row = probe_row([batch([1.0, 1.0], layer00=boundary)], 8)
+    assert all(math.isnan(value) for value in row.values()), "of a row with a boundary, too"
+    assert len(row) == 4
 
 
 def test_rows_of_no_weight_are_left_out() -> None:
