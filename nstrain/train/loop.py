@@ -244,7 +244,7 @@ class Trainer:
         while not self.data.is_ready(number):
             self.beat("waiting_data", waiting_for=what, waiting_since=since)
             self._saver.poll()
-            if self.stop.wait(DATA_POLL_S):
+            if self.stop.wait(DATA_POLL_S) or self.stop.reason_at(number) is not None:
                 return False
         print(f"{what} is ready after {time.time() - since:.1f} s", flush=True)
         return True

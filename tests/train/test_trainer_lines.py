@@ -28,16 +28,19 @@ from real_line import (
 
 import nstrain.line.checkpoint
 from nstrain.base.disk import FileLock, canonical_json, sha256_bytes
-from nstrain.base.errors import ExitCode, NstrainError, Refusal
+from nstrain.base.errors import DiskFull, ExitCode, NstrainError, Refusal
 from nstrain.data.consumers import read_consumers
 from nstrain.data.extend import extend_line
 from nstrain.data.line import DataLine
 from nstrain.line.background import BackgroundWriter
 from nstrain.line.checkpoint import Checkpoint
 from nstrain.line.paths import LinePaths
+from nstrain.line.state_files import Stage, clear_stop, request_stop
 from nstrain.record.journal import Journal
 from nstrain.settings.run import METRICS_VERSION
 from nstrain.train.feed import RowFeed
+from nstrain.train.loop import Trainer
+from nstrain.train.saving import Saver
 
 CYCLES = 3
 LAST_UPDATE = 39
@@ -204,7 +207,8 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     assert_equal(through, line)
 
 
-def test_a_longer_schedule_is_trained_on(tmp_path: Path) -> None:
+def test_a_longer_schedule_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made longer after the line's end, and again while it trains; then it waits for what is not prepared."""
     data = make_data_line(tmp_path / "d", 1)
     prepare(data.work, 1)
     paths = make_run(tmp_path / "run", data)
@@ -212,10 +216,34 @@ def test_a_longer_schedule_is_trained_on(tmp_path: Path) -> None:
     assert "val_32/mix" in rows_of(paths)[13]
     extend_line(data.work, cycles=1)
     prepare(data.work, 2)
-    assert run_here(paths) == ExitCode.DONE
+    waiting = 0
+
+    def beat(trainer: Trainer, stage: Stage, **what: Any) -> None:
+        nonlocal waiting
+        really_beat(trainer, stage, **what)
+        if stage == "training" and trainer.state.position.update == 20:
+            extend_line(data.work, cycles=1)
+        waiting += stage == "waiting_data"
+        if waiting in (1, 20):  # what is asked at the first wait is heeded there; 20 ends a test that failed
+            request_stop(paths, 2 if waiting == 1 else None)
+
+    really_beat = Trainer.beat
+    monkeypatch.setattr(Trainer, "beat", beat)
+    monkeypatch.setattr("nstrain.train.loop.DATA_POLL_S", 0.01)
+    assert run_here(paths) == ExitCode.STOPPED
+    assert waiting == 1, "it stops where it waits: cycle 2 is done"
     assert [int(r["update"]) for r in rows_of(paths)] == list(range(27))
-    assert state_of(paths, 13)["reason"] == "end"
+    assert (state_of(paths, 13)["reason"], state_of(paths, 26)["reason"]) == ("end", "cycle_end")
     assert "val_32/mix" in rows_of(paths)[26]
+    clear_stop(paths)
+
+    def poll(saver: Saver) -> None:
+        if 1 < waiting < 20:
+            raise DiskFull("a checkpoint could not be written")
+
+    monkeypatch.setattr(Saver, "poll", poll)
+    with pytest.raises(DiskFull, match="could not be written"):
+        run_here(paths)
 
 
 def test_row_length_and_batch_change_where_run_json_says(data: DataLine, tmp_path: Path) -> None:
