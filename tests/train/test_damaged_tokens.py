@@ -30,7 +30,7 @@ from nstrain.data.line import DataLine
 from nstrain.data.token_check import TokenCheck
 from nstrain.line.paths import LinePaths
 from nstrain.line.state_files import read_heartbeat
-from nstrain.train.cycles import CycleAhead
+from nstrain.train.cycles import CycleAhead, OpenCycle
 
 CYCLES = 2
 CYCLE_UPDATES = 13
@@ -160,16 +160,34 @@ def test_it_is_trained_meanwhile_but_nothing_of_it_is_committed(
 
 
 def test_the_next_cycle_is_found_damaged_before_it_is_its_turn(
-    data: DataLine, line: LinePaths, through: LinePaths, capsys: pytest.CaptureFixture[str]
+    data: DataLine,
+    line: LinePaths,
+    through: LinePaths,
+    slow: threading.Event,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The line goes on to the end of the present cycle, having told, and trains nothing of the damaged one."""
     damage(data, 2)
+    take = CycleAhead.take
+
+    def take_and_hash_slowly(ahead: CycleAhead, data: DataLine, cycle: int, row_tokens: int) -> OpenCycle:
+        if cycle == 2:  # hashed again, and for longer than an update takes
+            slow.clear()
+            threading.Timer(0.5, slow.set).start()
+        return take(ahead, data, cycle, row_tokens)
+
+    slow.set()
+    monkeypatch.setattr(CycleAhead, "take", take_and_hash_slowly)
     with pytest.raises(NeedsOperator, match=r"cycles/000002/books.bin: expected sha256") as caught:
         run_here(line)
     printed = capsys.readouterr().out
     assert "ALARM cycle 2, which is next, is damaged: " in printed
     assert printed.index("ALARM cycle 2") < printed.index("u13  ")
     assert printed.count("ALARM cycle 2") == 1
+    beat = read_heartbeat(line)
+    assert beat is not None
+    assert beat.update == CYCLE_UPDATES
     assert (last_update(line), line.checkpoint_updates()[-1]) == (CYCLE_UPDATES, CYCLE_UPDATES)
     remedy(str(caught.value))
     prepare(data.work, CYCLES)

@@ -78,6 +78,10 @@ def test_its_first_move_is_a_copy_and_before_it_no_checkpoint_holds_it() -> None
     train(engine, 2, 0.1)
     assert engine.flat.kinds == ("weights", "exp_avg", "exp_avg_sq", "ema")
     assert all(same_bits(g.buffer("ema"), g.master) for g in engine.flat.groups)
+    train(engine, 3, 0.3)
+    assert not any(same_bits(g.buffer("ema"), g.master) for g in engine.flat.groups)
+    train(engine, 4, 1.0)  # of an update as long as the horizon
+    assert all(same_bits(g.buffer("ema"), g.master) for g in engine.flat.groups), "to the bit: a copy, as on a GPU"
 
 
 def test_training_has_the_same_bits_with_and_without_it() -> None:

@@ -23,6 +23,7 @@ from nstrain.train.engine import EagerEngine
 from nstrain.train.held_out import Asked, HeldOut, RowSet, long_row_tokens
 from nstrain.train.model import build
 from nstrain.train.position_readings import document_bins, document_losses, segment_losses
+from nstrain.train.probe_readings import ProbedBatch, probe_row
 from nstrain.train.validation import Moment, Validation, optimizer_readings, source_losses
 
 RECIPE = {"books": 2, "code": 1}
@@ -217,18 +218,33 @@ def test_every_reading_is_what_its_parts_say(data: DataLine, tmp_path: Path) -> 
     expected |= source_losses("val_32", rows.long, losses(rows.long), RECIPE)
     expected |= segment_losses(losses(rows.long), rows.long.tokens, ROW_TOKENS, rows.long.mix_weights(RECIPE))
     expected |= optimizer_readings(engine.optimizer_summaries(1e-3))
+    weights_then = engine.flat.export("weights")
     average = {name: array.copy() for name, array in engine.flat.export("ema").items()}
     engine.flat.load("weights", average, "the average")
     expected |= source_losses("ema/val_16", rows.losses, losses(rows.losses), RECIPE)
     one = rows.long.some_a_source(1)
     expected |= source_losses("ema/val_32", one, losses(one), RECIPE)
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
-    others = {name for name in found if name not in expected}
-    assert all("/dendritic/" in name or "/hippocampal/" in name or name.startswith("time/") for name in others)
+    engine.flat.load("weights", weights_then, "the weights")
+    probed: dict[str, float] = {}
+    for of, attention_every in ((rows.probed, 2), (rows.long, 4)):
+        batches = [
+            ProbedBatch(engine.probe(row[None], data.eos_id, ROW_TOKENS, i % attention_every == 0), weight[None])
+            for i, (row, weight) in enumerate(zip(of.tokens, of.mix_weights(RECIPE), strict=True))
+        ]
+        probed |= probe_row(batches, of.row_tokens)
+    assert {name: found[name] for name in probed} == pytest.approx(probed, rel=2e-3, abs=2e-4), "up to rounding"
+    others = {name for name in found if name not in expected and name not in probed}
+    assert all(name.startswith("time/") for name in others)
     assert found["val_16/hippocampal/attn_beyond_train_max"] == 0
     assert found["val_32/hippocampal/attn_beyond_train_max"] > 0
     assert found["opt/matrix/update_norm"] > 0
     assert found["ema/val_16/mix"] != found["val_16/mix"]
+    # Segments are as long as the rows that are trained now, not as those that the line began with.
+    shorter = moment(row_tokens=ROW_TOKENS // 2)
+    found = validation.read(shorter)
+    assert validation.other_names(found, shorter) is None
+    assert {f"val_32/pos/seg{k}" in found for k in range(4)} == {True}
 
 
 def test_bins_are_known_from_the_tokens(data: DataLine, tmp_path: Path) -> None:
