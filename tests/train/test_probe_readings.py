@@ -66,6 +66,9 @@ def test_quantiles_of_thirds_infinities_and_nan() -> None:
     thirds = np.array([1 / 3] * 3)
     assert weighted_quantile(np.array([3.0, 1.0, 2.0]), thirds, 1 / 3) == 1.0
     assert weighted_quantile(np.array([1.0, math.inf, math.inf]), thirds, 0.5) == math.inf
+    assert weighted_quantile(np.arange(20.0), np.full(20, 0.05), 0.5) == 9.0, (
+        "ten of these weights are a hair below half"
+    )
     assert math.isnan(weighted_quantile(np.array([1.0, math.nan, 2.0]), thirds, 0.5))
     assert math.isnan(fraction_above(np.array([1.0, math.nan, 2.0]), thirds, 0.5))
 
