@@ -33,6 +33,10 @@ LINE_DIRECTORIES = ("manifests", "cycles", "consumers", "open")
 """Directories that a line has from the start."""
 
 
+NAMES_OF_ALL_SOURCES = frozenset({"mix", "mean"})
+"""What a validation calls its losses over all sources: a source of such a name would lose its own."""
+
+
 class RecipeSource(SourceSettings):
     """A source of a recipe: what it is, and its share."""
 
@@ -61,6 +65,11 @@ class Recipe(Settings):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"two sources are called {', '.join(twice)}")
+        taken = sorted(NAMES_OF_ALL_SOURCES.intersection(names))
+        if taken:
+            raise ValueError(
+                f"a source is called {taken[0]}: val_<L>/{taken[0]} is a reading of all sources; give it another name"
+            )
         return self
 
 

@@ -289,6 +289,10 @@ def test_wrong_recipes_are_refused(tmp_path: Path, what: str) -> None:
 def test_a_name_given_twice_is_refused(tmp_path: Path, tokenizer: Path) -> None:
     root = tree_of(tmp_path)
     refuse_init(tmp_path, tokenizer, [source("web", root), source("web", root)], "two sources are called web")
+    for name in ("mix", "mean"):
+        refuse_init(
+            tmp_path, tokenizer, [source("web", root), source(name, root)], f"val_<L>/{name} is a reading of all"
+        )
 
 
 def test_a_relative_path_is_taken_from_the_recipe(tmp_path: Path, tokenizer: Path, monkeypatch: Any) -> None:
