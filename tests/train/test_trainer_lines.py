@@ -27,14 +27,14 @@ from real_line import (
 )
 
 import nstrain.line.checkpoint
-from nstrain.base.disk import FileLock, canonical_json, sha256_bytes
+from nstrain.base.disk import PARTIAL_SUFFIX, FileLock, canonical_json, sha256_bytes
 from nstrain.base.errors import DiskFull, ExitCode, NstrainError, Refusal
 from nstrain.data.consumers import read_consumers
 from nstrain.data.extend import extend_line
 from nstrain.data.line import DataLine
 from nstrain.line.background import BackgroundWriter
 from nstrain.line.checkpoint import Checkpoint
-from nstrain.line.paths import LinePaths
+from nstrain.line.paths import REPLACED_SUFFIX, LinePaths
 from nstrain.line.state_files import Stage, clear_stop, request_stop
 from nstrain.record.journal import Journal
 from nstrain.settings.run import METRICS_VERSION
@@ -202,8 +202,13 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     damaged = bytearray(weights.read_bytes())
     damaged[-1] ^= 1
     weights.write_bytes(damaged)
+    # Besides, what a kill left: a write that had begun, and a checkpoint moved aside for another of its number.
+    left, earlier = line.checkpoints / f"u00000021{PARTIAL_SUFFIX}", line.checkpoint(20)
+    shutil.copytree(earlier, left)
+    earlier.rename(earlier.with_name(earlier.name + REPLACED_SUFFIX))
     assert run_here(line) == ExitCode.DONE
     assert "going on from u00000020" in capsys.readouterr().out
+    assert not left.exists()
     assert_equal(through, line)
 
 
