@@ -225,7 +225,7 @@ def _filled(pattern: str, reading: Reading, facts: Facts, rows: RowsRead) -> Ite
             return
         layers = [(part, count) for part, count in having.items() if part != ROWS_PART]
     else:
-        layers = [(part, 0) for part in facts.parts if _is_layer(part)]
+        layers = [(part, 0) for part in facts.parts if is_layer(part)]
     for text in _each(pattern, "<k>", [str(k) for k in _numbers(reading, facts, rows)]):
         if "layer<NN>" in text:
             for layer, count in layers:
@@ -234,7 +234,7 @@ def _filled(pattern: str, reading: Reading, facts: Facts, rows: RowsRead) -> Ite
         for placeholder, values in (
             ("<source>", facts.sources),
             ("<group>", facts.groups),
-            ("<part>", [part for part in facts.parts if not _is_layer(part)]),
+            ("<part>", [part for part in facts.parts if not is_layer(part)]),
         ):
             if placeholder in text:
                 yield from _each(text, placeholder, values)
@@ -256,7 +256,8 @@ def _numbers(reading: Reading, facts: Facts, rows: RowsRead) -> range | tuple[in
     return range(-(-rows.row_tokens // facts.train.row_tokens))
 
 
-def _is_layer(part: str) -> bool:
+def is_layer(part: str) -> bool:
+    """Whether a part of a model is a layer by its name: layer00, layer01, ..."""
     return re.fullmatch(r"layer\d+", part) is not None
 
 

@@ -28,7 +28,7 @@ from nstrain.train.held_out import Asked, FloatArray, HeldOut, RowSet
 from nstrain.train.optimizer_summaries import OptimizerSummaries
 from nstrain.train.position_readings import document_bins, document_losses, segment_losses
 from nstrain.train.probe_readings import ProbedBatch, probe_row
-from nstrain.train.reading_table import Declared, Facts, RowsRead, other_names, validation_names
+from nstrain.train.reading_table import Declared, Facts, RowsRead, is_layer, other_names, validation_names
 from nstrain.train.readings import Row
 
 ATTENTION_EVERY = 2
@@ -213,7 +213,7 @@ def optimizer_readings(summaries: OptimizerSummaries) -> dict[str, float]:
     for group, of_group in summaries.groups.items():
         row |= {f"opt/{group}/{name}": value for name, value in dataclasses.asdict(of_group).items()}
     for part, of_part in summaries.parts.items():
-        prefix = f"opt/{part}" if part.startswith("layer") else f"opt/part/{part}"
+        prefix = f"opt/{part}" if is_layer(part) else f"opt/part/{part}"
         for name in ("param_norm", "update_norm", "update_ratio"):
             row[f"{prefix}/{name}"] = getattr(of_part, name)
     return row

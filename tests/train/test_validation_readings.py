@@ -22,6 +22,7 @@ from nstrain.settings.run import load_run
 from nstrain.train.engine import EagerEngine
 from nstrain.train.held_out import Asked, HeldOut, RowSet, long_row_tokens
 from nstrain.train.model import build
+from nstrain.train.optimizer_summaries import OptimizerSummaries, OptimizerSummary
 from nstrain.train.position_readings import document_bins, document_losses, segment_losses
 from nstrain.train.probe_readings import ProbedBatch, probe_row
 from nstrain.train.validation import Moment, Validation, optimizer_readings, source_losses
@@ -245,6 +246,13 @@ def test_every_reading_is_what_its_parts_say(data: DataLine, tmp_path: Path) -> 
     found = validation.read(shorter)
     assert validation.other_names(found, shorter) is None
     assert {f"val_32/pos/seg{k}" in found for k in range(4)} == {True}
+
+
+def test_a_part_is_a_layer_by_its_whole_name() -> None:
+    """Another package's part may begin like one; the table of readings expects opt/part/... of it."""
+    of_part = OptimizerSummary(1.0, 1.0, 1.0, 1.0, 1.0)
+    found = optimizer_readings(OptimizerSummaries({}, dict.fromkeys(("layer07", "layer123", "layer_norm"), of_part)))
+    assert {name.rpartition("/")[0] for name in found} == {"opt/layer07", "opt/layer123", "opt/part/layer_norm"}
 
 
 def test_bins_are_known_from_the_tokens(data: DataLine, tmp_path: Path) -> None:
