@@ -89,6 +89,7 @@ def test_it_goes_on_to_the_same_bits_with_deleted_cycles_made_again(line: LinePa
         assert generations(line)[update:] == [1, *[generation] * (LAST_UPDATE - update)]
         assert tensors_of(line, LAST_UPDATE) == tensors
         assert journal_summary(line)[1] == 0, "an update of a new generation is no replay"
+        assert state_of(line, LAST_UPDATE)["generation"] == generation
         prepare(data_of(line).work, CYCLES)
         assert cycles_on_disk(data_of(line)) == []
 
