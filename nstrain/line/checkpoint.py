@@ -134,7 +134,9 @@ def put_checkpoint(paths: LinePaths, update: int, needed_bytes: int, write: Call
     partial = target.with_name(target.name + PARTIAL_SUFFIX)
     try:
         with disk_full_is_named(target):
-            paths.checkpoints.mkdir(exist_ok=True)
+            if not paths.checkpoints.exists():
+                paths.checkpoints.mkdir()
+                fsync_dir(paths.root)
             _refuse_too_little_space(target, needed_bytes)
             try:
                 kill_point("checkpoint:begin")

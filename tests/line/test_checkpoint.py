@@ -80,6 +80,37 @@ def test_the_size_said_before_is_the_size_on_disk(paths: LinePaths, make_checkpo
     assert checkpoint_bytes(make_checkpoint(40)) - 1024 < on_disk <= checkpoint_bytes(make_checkpoint(40))
 
 
+def test_it_would_survive_a_power_cut_before_latest_names_it(
+    paths: LinePaths, make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name is durable once its directory is synchronised after it, a file once itself is. No kill -9 shows that."""
+    events: list[tuple[str, int]] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def watched_fsync(fd: int) -> None:
+        fsync(fd)
+        events.append(("synchronised", os.fstat(fd).st_ino))
+
+    def named(how: Any, old: Any, new: Any) -> None:
+        how(old, new)
+        events.append(("named", Path(new).stat().st_ino))
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "rename", lambda old, new: named(rename, old, new))
+    monkeypatch.setattr(os, "replace", lambda old, new: named(replace, old, new))
+    path = write_checkpoint(paths, make_checkpoint(40))
+    at = {event: index for index, event in enumerate(events)}  # the last time of each
+    directory, latest = at["named", path.stat().st_ino], at["named", paths.latest.stat().st_ino]
+    files = [at["synchronised", file.stat().st_ino] for file in path.iterdir()]
+    inside = at["synchronised", path.stat().st_ino]
+    beside = [i for i, event in enumerate(events) if event == ("synchronised", paths.checkpoints.stat().st_ino)]
+    assert max(files) < inside < directory < latest
+    assert any(directory < index < latest for index in beside)
+    assert any(latest < index for index in beside)
+    assert at["synchronised", paths.root.stat().st_ino] < directory, "the name `checkpoints`"
+    assert at["synchronised", paths.latest.stat().st_ino] < latest
+
+
 def test_an_update_is_written_again_over_its_own_checkpoint(paths: LinePaths, make_checkpoint: Any) -> None:
     write_checkpoint(paths, make_checkpoint(40, seed=1))
     path = write_checkpoint(paths, make_checkpoint(40, seed=2))
