@@ -45,6 +45,8 @@ def test_rows_come_back_flat_in_order_with_their_kinds(tmp_path: Path, directory
         assert journal.names() == []
         journal.commit(0, {"tokens": 0, "val_256/mix": 9.5})
         journal.commit(1, {"tokens": 512, "skipped": 0, "train/loss": 2.0})
+    with Journal.open(path, 1) as journal:  # FULL and a log: what a commit has returned from survives a power cut
+        assert [journal._one(f"PRAGMA {name}") for name in ("synchronous", "journal_mode")] == [(2,), ("wal",)]
     with Journal.open_for_reading(path) as journal:
         rows = list(journal.rows())
         assert rows == [
