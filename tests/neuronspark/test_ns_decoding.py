@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from neuronspark import ModelConfig, NeuronSpark
-from neuronspark.decoding import FIRST_CAPACITY_EVENTS, DecodingState, HippocampalState, Pool
+from neuronspark.decoding import FIRST_CAPACITY_EVENTS, DecodingState, HippocampalState, Pool, _DendriticRow
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -214,6 +215,20 @@ def test_the_pool_is_not_copied_for_each_token() -> None:
     assert torch.equal(pool.buffers.key[0, 0, :tokens, 0], torch.arange(tokens, dtype=torch.float32))
     assert torch.equal(pool.buffers.clock[0, 0, :tokens], torch.arange(1, tokens + 1, dtype=torch.float64))
     assert buffers.key.shape[2] <= 2 * tokens
+
+
+def test_sums_over_a_prompt_with_a_flush_are_wide() -> None:
+    """In fp32 a clock behind a flush, and what a flushing token leaves, would be off by the flush's rounding."""
+    steps_11L = torch.cat((torch.tensor([1e6]), torch.full((99,), 1e-3))).view(1, 1, -1)
+    events = torch.zeros(1, 1, 100, 1)
+    pool = Pool.empty(1, 1, 1, 1, like=events).append(events, events, steps_11L, steps_11L)
+    assert torch.equal(pool.buffers.clock[:, :, :100], steps_11L.double().cumsum(2))
+
+    log_decay = torch.tensor([-0.5, -60.0, -0.01]).view(1, 3, 1)
+    ones = torch.ones(1, 3, 1)
+    row = _DendriticRow(torch.zeros(1, 1, 1, 1))
+    row(ones[..., None], log_decay, ones, ones[..., None], ones[..., None], torch.zeros(1))
+    assert row.state.item() == pytest.approx(1 + math.exp(log_decay[0, 2, 0].item()), rel=3e-7)
 
 
 def test_dendritic_state_is_constant() -> None:
