@@ -210,6 +210,14 @@ def test_cosine_and_blend() -> None:
     )
 
 
+@pytest.mark.parametrize(("r_size", "v_size"), [(1e-7, 1.0), (1.0, 1e-7), (1e-7, 1e-7)])
+def test_a_norm_below_eps_is_a_constant_of_the_cosine(r_size: float, v_size: float) -> None:
+    def expected(r: Tensor, v: Tensor) -> Tensor:
+        return (r * v).sum(-1) / (r.norm(dim=-1).clamp(min=1e-6) * v.norm(dim=-1).clamp(min=1e-6))
+
+    assert_same(cosine, expected, [draw(1, 2, 5, 4) * r_size, draw(1, 2, 5, 4, seed=1) * v_size])
+
+
 def test_cosine_of_a_zero_vector() -> None:
     r = torch.zeros(1, 1, 1, 4, dtype=torch.float64, requires_grad=True)
     v = draw(1, 1, 1, 4).requires_grad_()
