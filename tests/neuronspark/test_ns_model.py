@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import subprocess
@@ -332,6 +333,9 @@ def test_the_built_model_has_the_starting_values_of_the_design() -> None:
     assert len(thresholds) == 5
     for name in thresholds:
         assert torch.allclose(start[name].exp(), torch.tensor(0.6).double()), name
+    other = build(dataclasses.replace(config, threshold_init=1.2))
+    for name in thresholds:
+        assert torch.allclose(other.get_parameter(name).exp(), torch.tensor(1.2)), name
 
 
 def test_neurons_fire_within_their_range_on_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
