@@ -304,6 +304,8 @@ def test_starting_leaks() -> None:
     assert flush.tolist() == pytest.approx([0.03, 0.03], abs=0.002)
     for heads in (1, 2, 3, 8):
         assert all(values.shape == (heads,) and (values > 0).all() for values in starting_leaks(heads))
+        slow = sum(1 / (a * t) >= 39_999 for a, t in zip(*map(Tensor.tolist, starting_leaks(heads)), strict=True))
+        assert slow == max(heads > 1, heads // 8), "one in eight, and of two one"
 
 
 def test_the_built_model_has_the_starting_values_of_the_design() -> None:
