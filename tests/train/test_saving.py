@@ -23,6 +23,7 @@ from nstrain.line import background
 from nstrain.line.checkpoint import Checkpoint, load_checkpoint, newest_good, read_latest
 from nstrain.line.paths import LinePaths
 from nstrain.line.retention import set_aside_later
+from nstrain.line.room import ROOM_BESIDE_BYTES
 from nstrain.line.tensor_file import LazyTensors, NotFinite
 from nstrain.settings.run import CheckpointSettings, LengthSettings
 from nstrain.train import host_copy
@@ -342,6 +343,11 @@ def test_an_error_of_the_writer_comes_to_whatever_is_called_next(
 
 
 Usage = collections.namedtuple("Usage", ["total", "used", "free"])
+
+
+def test_room_is_kept_for_an_average_that_has_not_begun() -> None:
+    without, with_average = (room_for(engine_of(with_ema=ema).flat) - ROOM_BESIDE_BYTES for ema in (False, True))
+    assert 3 * with_average == 4 * without > 0
 
 
 def test_the_line_saves_while_there_is_room_and_stops(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
