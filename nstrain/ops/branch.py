@@ -27,6 +27,7 @@ from nstrain.data.line import DataLine
 from nstrain.data.order import refuse_row_length
 from nstrain.data.schedule import Piece
 from nstrain.data.val import ValidationRows, collect_held_out, held_out_digest
+from nstrain.line.abandoned import refuse_abandoned
 from nstrain.line.branches import add_branch, new_branch, read_branches
 from nstrain.line.checkpoint import read_latest, read_state
 from nstrain.line.fork import fork_checkpoint
@@ -92,6 +93,8 @@ def make_branch(
     refuse_network_file_system(LinePaths(run).journal)
     read_branches(paths)  # a damaged list is refused before the data line is made
     state = _state_at_cycle_end(paths, at_cycle)
+    with Journal.open_for_reading(paths.journal) as record:
+        refuse_abandoned(paths, state, record.generation_at)
     parent = settings_at_fork(state, now, str(paths.checkpoint(state["update"])))
     trunk = DataLine.open(Path(parent.data.work))
     row_tokens = options.long_row_tokens or _longest_row(parent, trunk.unit_tokens)

@@ -30,6 +30,7 @@ from nstrain.data.rows import read_cycle
 from nstrain.data.sources import PinnedFile, resolve_inside
 from nstrain.data.val import held_out_digest, load_index
 from nstrain.gpu.readings import gpu_of, read_gpus, visible_gpu
+from nstrain.line.abandoned import refuse_abandoned
 from nstrain.line.checkpoint import (
     newest_good,
     newest_state,
@@ -237,6 +238,8 @@ class _Checks:
                 last = journal.last_update()
                 position = 0 if newest is None else newest[1]["update"]
                 list(journal.rows(from_update=max(0, position - WINDOW_UPDATES)))  # the trainer reads these too
+                if newest is not None and last is not None and position <= last:
+                    refuse_abandoned(self.paths, newest[1], journal.generation_at)
         refuse_lost_checkpoints(self.paths, None if newest is None else newest[0], last)
         refuse_lost_rows(self.paths, None if newest is None else newest[0], last)
         return "empty, on a local disk" if last is None else f"up to update {last}, on a local disk"

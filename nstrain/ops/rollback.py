@@ -21,6 +21,7 @@ from nstrain.base.errors import NstrainError, Refusal
 from nstrain.data.consumers import write_consumer
 from nstrain.data.line import DataLine
 from nstrain.data.manifest import last_manifest
+from nstrain.line.abandoned import refuse_abandoned
 from nstrain.line.checkpoint import read_latest, read_state, verify_checkpoint
 from nstrain.line.paths import LinePaths
 from nstrain.line.retention import find_set_aside, set_aside_later
@@ -64,6 +65,7 @@ def roll_back(run: Path, update: int) -> RolledBack:
         cycle, row = state["position"]["cycle"], state["position"]["row"]
         ended = read_supervisor(paths)
         with Journal.open(paths.journal, settings.metrics) as journal:
+            refuse_abandoned(paths, state, journal.generation_at)
             write_consumer(data.work, settings.id, cycle, row, state["tokens"], paths.root)
             set_aside = set_aside_later(paths, update)
             if ended is not None:

@@ -21,6 +21,7 @@ from nstrain.data.manifest import cycle_manifest, refuse_edited_past
 from nstrain.data.rows import row_order
 from nstrain.data.val import held_out_digest, load_index
 from nstrain.data.verify import Verified
+from nstrain.line.abandoned import refuse_abandoned
 from nstrain.line.checkpoint import read_latest, read_state, verify_checkpoint
 from nstrain.line.listing import ListedCheckpoint, list_checkpoints
 from nstrain.line.paths import REPLACED_SUFFIX, LinePaths, checkpoint_name
@@ -182,6 +183,8 @@ class _Looks:
             with journal.snapshot():
                 updates = [int(row["update"]) for row in journal.rows()]  # none is missing
                 list(journal.replays())
+                if self.goes_on_from is not None and updates and updates[-1] >= self._state()["update"]:
+                    refuse_abandoned(self.paths, self._state(), journal.generation_at)
         _refuse_broken_database(self.paths.journal)
         if self.goes_on_from is not None and (not updates or updates[-1] < self._state()["update"]):
             raise Refusal(

@@ -22,6 +22,7 @@ from nstrain.data.val import ValidationRows, held_out_digest
 from nstrain.gpu.held import HeldGpu
 from nstrain.gpu.lease import this_gpu
 from nstrain.gpu.readings import GpuSource, gpu_of
+from nstrain.line.abandoned import refuse_abandoned
 from nstrain.line.checkpoint import (
     discard_partial_writes,
     load_newest_good,
@@ -156,6 +157,7 @@ def _make_trainer(
     held_out = held_out_digest(data)
     state = LineState(Position(0, 1, 0), 0, FIRST_GENERATION, None, held_out=held_out)
     if checkpoint is not None:
+        refuse_abandoned(paths, checkpoint.state, journal.generation_at)
         state = LineState.from_json(checkpoint.state)
         before = state.changes
         changes = refuse_other_line(checkpoint.state, settings, str(newest), held_out)

@@ -28,8 +28,12 @@ from nstrain.data.cycles import cycles_on_disk
 from nstrain.data.line import DataLine
 from nstrain.line.paths import LinePaths
 from nstrain.line.state_files import Outcome, SupervisorState, write_supervisor
+from nstrain.ops.branch import make_branch
+from nstrain.ops.branch_plan import parse_plan
+from nstrain.ops.check import check_line, refuse_failed
 from nstrain.ops.rollback import roll_back
 from nstrain.ops.status import status
+from nstrain.ops.verify import verify_line
 from nstrain.record.journal import Journal
 from nstrain.settings.run import METRICS_VERSION
 
@@ -135,6 +139,7 @@ def test_it_goes_at_the_next_start_if_the_line_was_killed_before_that(line: Line
 
 def test_what_is_trained_otherwise_is_another_generation_and_no_difference(line: LinePaths) -> None:
     before = rows_of(line)
+    shutil.copytree(line.checkpoints, copied := line.root / "copied")
     roll_back(line.root, 20)
     change_run(line, allow_changes=["learning_rate"], learning_rate=[{"from": 0, "shape": "constant", "start": 0.02}])
     prepare(data_of(line).work, CYCLES)
@@ -147,6 +152,23 @@ def test_what_is_trained_otherwise_is_another_generation_and_no_difference(line:
     assert journal_summary(line)[1] == 0
     changes = state_of(line, LAST_UPDATE)["changes"]
     assert [(change["field"], change["update"]) for change in changes["applied"]] == [("learning_rate", 20)]
+
+    # A copy of before the rollback, put back: its later checkpoints have other weights than the record tells of.
+    shutil.rmtree(line.checkpoints)
+    copied.rename(line.checkpoints)
+    abandoned = (
+        lambda: run_here(line),
+        lambda: refuse_failed(check_line(line.root, quick=True)),
+        lambda: roll_back(line.root, 26),
+        lambda: make_branch(line.root.with_name("b"), line.root, 2, parse_plan("decay:2048"), "", line.root / "d"),
+    )
+    for act in abandoned:
+        with pytest.raises(
+            Refusal, match="u00000026: is of generation 1, .* has update 26 in generation 2: .* --to 20"
+        ):
+            act()
+    (problem,) = (look for look in verify_line(line.root).verified if not look.ok)
+    assert "u00000026: is of generation 1" in str(problem)
     roll_back(line.root, 13)
     assert state_of(line, 13)["changes"]["applied"] == [], "a change that was rolled back has not happened"
 
