@@ -220,6 +220,14 @@ def bytes_below(directory: Path) -> int:
     return total
 
 
+def remove_entry(path: Path) -> None:
+    """Remove a file or a directory with all that is in it; of a link only the link, never what it names."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 @contextlib.contextmanager
 def directory_by_rename(final: Path) -> Iterator[Path]:
     """Build a directory under a temporary name; it appears under its own name whole, or not at all.

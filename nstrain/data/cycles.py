@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from nstrain.base.disk import (
     canonical_json,
     directory_by_rename,
     disk_full_is_named,
+    remove_entry,
     sha256_bytes,
 )
 from nstrain.base.errors import Refusal
@@ -293,5 +293,5 @@ def discard_partial_cycles(line: DataLine) -> None:
     if directory.exists():
         for path in directory.iterdir():
             unready = path.name.isdecimal() and not line.is_ready(int(path.name))
-            if path.is_dir() and (unready or path.name.endswith(PARTIAL_SUFFIX)):
-                shutil.rmtree(path)
+            if unready or path.name.endswith(PARTIAL_SUFFIX):
+                remove_entry(path)

@@ -46,6 +46,7 @@ from nstrain.base.disk import (
     disk_full_is_named,
     fsync_dir,
     read_json,
+    remove_entry,
     write_durable,
 )
 from nstrain.base.errors import DiskFull, Refusal
@@ -140,8 +141,8 @@ def put_checkpoint(paths: LinePaths, update: int, needed_bytes: int, write: Call
             _refuse_too_little_space(target, needed_bytes)
             try:
                 kill_point("checkpoint:begin")
-                if partial.exists():
-                    shutil.rmtree(partial)
+                if os.path.lexists(partial):
+                    remove_entry(partial)
                 write(partial)
                 _put_in_place(partial, target)
             except BaseException:
@@ -208,17 +209,17 @@ def seal_checkpoint(directory: Path, state: dict[str, Any], files: dict[str, Any
 
 def _put_in_place(partial: Path, target: Path) -> None:
     replaced = target.with_name(target.name + REPLACED_SUFFIX)
-    if target.exists():
-        if replaced.exists():
-            shutil.rmtree(replaced)
+    if os.path.lexists(target):
+        if os.path.lexists(replaced):
+            remove_entry(replaced)
         os.rename(target, replaced)
         kill_point("checkpoint:old one moved aside")
     os.rename(partial, target)
     kill_point("checkpoint:new one in place")
     fsync_dir(target.parent)
     kill_point("checkpoint:new one durable")
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    if os.path.lexists(replaced):
+        remove_entry(replaced)
         kill_point("checkpoint:old one removed")
 
 
@@ -237,10 +238,7 @@ def discard_partial_writes(paths: LinePaths) -> list[str]:
             os.rename(entry, original)
             done.append(f"{original}: given back its name after an interrupted write")
         elif entry.name.endswith((PARTIAL_SUFFIX, REPLACED_SUFFIX)):
-            if entry.is_dir():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
+            remove_entry(entry)
             done.append(f"{entry}: removed, left by an interrupted write")
     if done:
         fsync_dir(paths.checkpoints)

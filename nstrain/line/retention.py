@@ -13,11 +13,11 @@ import dataclasses
 import itertools
 import os
 import re
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from nstrain.base.disk import PARTIAL_SUFFIX, atomic_write, fsync_dir
+from nstrain.base.commands import typed
+from nstrain.base.disk import PARTIAL_SUFFIX, atomic_write, fsync_dir, remove_entry
 from nstrain.base.errors import Refusal
 from nstrain.base.killpoints import kill_point
 from nstrain.line.checkpoint import read_latest, read_state
@@ -76,11 +76,11 @@ def remove_checkpoints(paths: LinePaths, updates: Iterable[int]) -> None:
     removed = False
     for update in updates:
         partial = paths.checkpoints / (checkpoint_name(update) + PARTIAL_SUFFIX)
-        if partial.exists():
-            shutil.rmtree(partial)
+        if os.path.lexists(partial):
+            remove_entry(partial)
         os.rename(paths.checkpoint(update), partial)
         kill_point("checkpoint:old one unnamed")
-        shutil.rmtree(partial)
+        remove_entry(partial)
         kill_point("checkpoint:old one deleted")
         removed = True
     if removed:
@@ -88,6 +88,20 @@ def remove_checkpoints(paths: LinePaths, updates: Iterable[int]) -> None:
 
 
 # ---- set aside by a rollback -----------------------------------------------------------------------------------------
+
+
+def refuse_other_disk(paths: LinePaths) -> None:
+    """Raise `Refusal` if checkpoints cannot be renamed into set-aside/, since they lie on another disk (by a link)."""
+    place = paths.set_aside if paths.set_aside.exists() else paths.root
+    if not paths.checkpoints.exists() or paths.checkpoints.stat().st_dev == place.stat().st_dev:
+        return
+    there = paths.checkpoints.resolve()
+    beside = there.with_name(f"{there.name}.{paths.set_aside.name}")
+    link = f"{typed('mkdir', beside)} && {typed('ln', '-sT', beside, paths.set_aside)}"
+    raise Refusal(
+        f"{paths.checkpoints}: lies on another disk than {place}; a rollback renames checkpoints from the one to the "
+        f"other. Give it a place on that disk with `{link}`, once {paths.set_aside} is not there"
+    )
 
 
 def set_aside_later(paths: LinePaths, update: int) -> list[str]:
@@ -142,8 +156,8 @@ def remove_set_aside(paths: LinePaths, committed: int | None) -> list[str]:
     if committed is not None and any(committed < update for update in found.values()):
         return []
     for name in found:
-        shutil.rmtree(paths.set_aside / name)
+        remove_entry(paths.set_aside / name)
         kill_point("checkpoint:set-aside one deleted")
-    if paths.set_aside.is_dir() and not any(paths.set_aside.iterdir()):
+    if paths.set_aside.is_dir() and not paths.set_aside.is_symlink() and not any(paths.set_aside.iterdir()):
         paths.set_aside.rmdir()
     return sorted(found)

@@ -24,7 +24,7 @@ from nstrain.data.manifest import last_manifest
 from nstrain.line.abandoned import refuse_abandoned
 from nstrain.line.checkpoint import read_latest, read_state, verify_checkpoint
 from nstrain.line.paths import LinePaths
-from nstrain.line.retention import find_set_aside, set_aside_later
+from nstrain.line.retention import find_set_aside, refuse_other_disk, set_aside_later
 from nstrain.line.run_json import load_settings, refuse_no_line
 from nstrain.line.state_files import SupervisorState, read_supervisor, write_supervisor
 from nstrain.ops.consumer import refuse_shared_entry
@@ -60,6 +60,7 @@ def roll_back(run: Path, update: int) -> RolledBack:
         data = DataLine.open(Path(settings.data.work))
         refuse_shared_entry(paths, settings)
         _refuse_missing(paths, update)
+        refuse_other_disk(paths)
         verify_checkpoint(paths.checkpoint(update))
         state = read_state(paths.checkpoint(update))
         cycle, row = state["position"]["cycle"], state["position"]["row"]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_disk import small_disk
 
 from nstrain.base.errors import Refusal
-from nstrain.line.checkpoint import load_checkpoint, newest_good, write_checkpoint
+from nstrain.line.checkpoint import discard_partial_writes, load_checkpoint, newest_good, write_checkpoint
 from nstrain.line.paths import LinePaths
 from nstrain.line.retention import (
     Found,
@@ -19,6 +22,8 @@ from nstrain.line.retention import (
     find_checkpoints,
     find_set_aside,
     keep,
+    refuse_other_disk,
+    remove_checkpoints,
     remove_set_aside,
     set_aside_later,
 )
@@ -112,6 +117,57 @@ def test_garbage_under_the_name_that_a_deletion_uses_does_not_stop_it(paths: Lin
     shutil.copytree(paths.checkpoint(10), paths.checkpoints / "u00000010.partial")
     apply_retention(paths, keep_last=1)
     assert sorted(os.listdir(paths.checkpoints)) == ["latest", "u00000020"]
+
+
+def test_of_what_was_moved_to_another_place_only_the_link_goes(paths: LinePaths, make_checkpoint: Any) -> None:
+    """Where a checkpoint is a link, or a file stands in its place: removed, replaced, set aside, after a kill."""
+    moved = paths.root / "moved"
+    moved.mkdir()
+
+    def link(name: str) -> None:
+        there = moved / f"{len(list(moved.iterdir()))}"
+        (paths.checkpoints / name).rename(there)
+        (paths.checkpoints / name).symlink_to(there)
+
+    for update in (10, 20, 30, 40):
+        write_checkpoint(paths, make_checkpoint(update))
+    for name in ("u00000010", "u00000020", "u00000030"):
+        link(name)
+    load_checkpoint(paths.checkpoint(30))
+    remove_checkpoints(paths, [10])
+    (paths.checkpoints / "u00000020").rename(paths.checkpoints / "u00000020.partial")
+    (paths.checkpoints / "u00000025.replaced").symlink_to(moved / "1")
+    assert len(discard_partial_writes(paths)) == 2
+    write_checkpoint(paths, make_checkpoint(30))
+    for name in ("u00000040", "u00000025"):
+        link(name)
+    set_aside_later(paths, 30)
+    assert remove_set_aside(paths, 40) == ["u00000040"]
+    paths.checkpoint(50).write_text("a file")
+    paths.checkpoint(60).symlink_to("nowhere")
+    for update in (50, 60):
+        write_checkpoint(paths, make_checkpoint(update))
+    assert sorted(os.listdir(paths.checkpoints)) == ["latest", "u00000025", "u00000030", "u00000050", "u00000060"]
+    assert all((place / "state.json").exists() for place in moved.iterdir()), "what a link names is a person's"
+
+
+def test_checkpoints_on_another_disk_are_not_half_rolled_back(
+    paths: LinePaths, make_checkpoint: Any, tmp_path: Path
+) -> None:
+    """`mv checkpoints /big && ln -s`: the refusal's command, typed, makes a rollback possible."""
+    for update in (10, 20):
+        write_checkpoint(paths, make_checkpoint(update))
+    with small_disk(tmp_path / "big", 4) as big:
+        shutil.move(paths.checkpoints, big / "checkpoints")
+        paths.checkpoints.symlink_to(big / "checkpoints")
+        with pytest.raises(Refusal, match="lies on another disk") as refused:
+            refuse_other_disk(paths)
+        subprocess.run(str(refused.value).split("`")[1], shell=True, check=True)
+        refuse_other_disk(paths)
+        assert set_aside_later(paths, 10) == ["u00000020"]
+        assert remove_set_aside(paths, None) == ["u00000020"]
+        refuse_other_disk(paths)
+        assert set_aside_later(paths, 10) == []
 
 
 # ---- rolled back -----------------------------------------------------------------------------------------------------
