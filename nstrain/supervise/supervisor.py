@@ -1,6 +1,7 @@
 """The supervisor: one process that keeps a training line alive, for weeks, to an outcome that is recorded.
 
-    lock (a second supervisor is refused) -> quick start checks -> STOP of the last run cleared, supervisor.json
+    lock (a second supervisor is refused) -> quick start checks -> supervisor.json; a STOP of the last run is cleared,
+       but for one at the end of a cycle that is still to come
     -> wait for a trainer that a killed supervisor left behind
     -> launch: wait out a back-off and for a free GPU, start the trainer, watch it to its end
     -> what its end means (failures.py): launch again, or the outcome
@@ -141,7 +142,9 @@ class Supervisor:
             refuse_failed(check_line(self.paths.root, quick=True))
             self.settings = load_settings(self.paths)
             self._notifier = Notifier(load_host().notify, self.tell, self._pace.notice_limit_s)
-            clear_stop(self.paths)
+            standing = read_stop(self.paths)
+            if standing is not None and standing.at_cycle_end is None:
+                clear_stop(self.paths)  # of the last run: this one is wanted
             self._state = SupervisorState(this_process(), time.time())
             write_supervisor(self.paths, self._state)
             self._pipe = DeathPipe()
@@ -165,6 +168,12 @@ class Supervisor:
         return ending
 
     def _supervise(self) -> Ending:
+        request = read_stop(self.paths)
+        if request is not None and request.at_cycle_end is not None:
+            self.tell(
+                f"it is asked to stop at the end of cycle {request.at_cycle_end}, since before this start; "
+                f"`{typed('rm', self.paths.stop)}` takes that back"
+            )
         if enter_consumer(self.paths, self.settings):
             self.tell(f"the line's missing entry among {self.settings.data.work}'s consumers was written")
         ending = self._wait_for_orphan()
@@ -395,11 +404,16 @@ class Supervisor:
         request = read_stop(self.paths)
         if request is None or request.at_cycle_end is None:
             return request is not None
-        newest = self._latest()
-        if code != ExitCode.STOPPED or newest is None:
-            return False  # the cycle's end is still to come
-        state = read_state(self.paths.checkpoint(newest))
-        return int(state["position"]["cycle"]) > request.at_cycle_end
+        return code == ExitCode.STOPPED and not self._cycle_end_to_come()
+
+    def _cycle_end_to_come(self) -> bool:
+        """Whether the line is asked to stop at the end of a cycle that is to come, by its newest checkpoint."""
+        request, newest = read_stop(self.paths), self._latest()
+        if request is None or request.at_cycle_end is None:
+            return False
+        if newest is None:
+            return True
+        return int(read_state(self.paths.checkpoint(newest))["position"]["cycle"]) <= request.at_cycle_end
 
     def _who_stopped(self) -> str:
         if self._signals:
@@ -424,7 +438,10 @@ class Supervisor:
         self._keeper.end()
 
     def _record(self, ending: Ending) -> None:
-        """Write the outcome, then take the request to stop away: who asked for it waits for the outcome."""
+        """Write the outcome, then take the request to stop away: who asked for it waits for the outcome.
+
+        One for a cycle's end that is still to come stands: whatever ended the line now, the next run ends there.
+        """
         self._update(
             outcome=ending.outcome,
             reason=ending.reason,
@@ -433,8 +450,9 @@ class Supervisor:
             waiting_for=None,
             waiting_since=None,
         )
-        with contextlib.suppress(OSError):
-            clear_stop(self.paths)
+        with contextlib.suppress(NstrainError, OSError):
+            if ending.outcome == "done" or not self._cycle_end_to_come():
+                clear_stop(self.paths)
         if ending.event is not None:
             self.notify(ending.event, ending.reason or "the line has reached the end of its schedule")
         self.tell(ending.outcome + (f": {ending.reason}" if ending.reason else ""))

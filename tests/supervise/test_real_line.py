@@ -20,6 +20,7 @@ from nstrain.line.paths import LinePaths
 from nstrain.line.state_files import read_heartbeat
 from nstrain.ops.check import check_line
 from nstrain.ops.status import status
+from nstrain.ops.stop import stop_line
 from nstrain.record.journal import Journal
 from nstrain.settings.run import load_run
 
@@ -31,10 +32,12 @@ def reached(paths: LinePaths, update: int) -> Callable[[], bool]:
 
 @pytest.mark.slow  # tests/lines/test_whole_lines.py kills a line three times in every run
 def test_killed_and_run_again(paths: LinePaths, start: Callable[..., SupervisorProcess]) -> None:
-    """Supervisor killed at update 3 or later, trainer at 10 or later, then run to the end."""
+    """Supervisor killed at update 3 or later, trainer at 10 or later, then run to the end; in between it stops, as it
+    was asked before the kill."""
     first = start("real", "real")
     trainer = first.wait_for_trainer()
     wait_until(reached(paths, 3))
+    assert not stop_line(paths.root, 0.0, at_cycle_end=1).ended
     identity = identify(trainer)
     first.process.kill()
     first.process.wait()
@@ -45,10 +48,16 @@ def test_killed_and_run_again(paths: LinePaths, start: Callable[..., SupervisorP
     assert f"goes on from update {look.update}" in (look.reason or "")
 
     second = start("real", "real")
-    trainer = second.wait_for_trainer()
+    code, output = second.wait()
+    assert code == ExitCode.STOPPED, output
+    assert status(paths.root).update == CYCLE_TOKENS // UPDATE_TOKENS
+    assert not paths.stop.exists()
+
+    third = start("real", "real")
+    trainer = third.wait_for_trainer()
     wait_until(reached(paths, 10))
     os.kill(trainer, signal.SIGKILL)
-    code, output = second.wait()
+    code, output = third.wait()
     assert code == ExitCode.DONE, output
     assert "killed by SIGKILL" in output, "it was started again"
     look = status(paths.root)

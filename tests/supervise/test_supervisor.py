@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -127,13 +128,20 @@ def test_left_over_stop_does_not_stop_the_next_run(paths: LinePaths) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_signal_stops_with_a_checkpoint(paths: LinePaths, start: Start, number: signal.Signals) -> None:
+    """A request to stop at a cycle's end, which the line has not reached, outlives that (a restart of the machine)."""
+    request_stop(paths, at_cycle_end=2)
     running = start()
     running.wait_for_trainer()
     running.process.send_signal(number)
-    code, _ = running.wait()
+    code, output = running.wait()
     assert code == ExitCode.STOPPED
     assert (paths.root / "saved").exists()
     assert status(paths.root).reason == f"stopped by {number.name}"
+    assert f"asked to stop at the end of cycle 2, since before this start; `rm {paths.stop}`" in output
+    assert status(paths.root).stop_at_cycle_end == 2
+    shutil.rmtree(paths.checkpoints)  # the fake trainer's
+    supervise(paths, "done", "idle")
+    assert not paths.stop.exists()
 
 
 def test_ctrl_c_twice_loses_nothing(paths: LinePaths, start: Start) -> None:
