@@ -34,12 +34,17 @@ class Consumer(Settings):
     """Tokens trained, skipped updates included."""
 
 
+def consumer_path(work: Path, id: str) -> Path:
+    """A training line's entry among the consumers of a data line."""
+    return work / "consumers" / f"{id}.json"
+
+
 def write_consumer(work: Path, id: str, cycle: int, row: int, tokens: int, run: Path) -> None:
     """Record a training line's committed position, replacing its entry as a whole."""
     consumer = Consumer(id=id, run=str(run), cycle=cycle, row=row, tokens=tokens)
-    directory = work / "consumers"
-    directory.mkdir(exist_ok=True)
-    atomic_write_json(directory / f"{id}.json", dump(consumer))
+    path = consumer_path(work, id)
+    path.parent.mkdir(exist_ok=True)
+    atomic_write_json(path, dump(consumer))
 
 
 def read_consumers(work: Path) -> list[Consumer]:

@@ -10,15 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from nstrain.base.errors import Refusal
-from nstrain.data.consumers import Consumer, read_consumer, write_consumer
+from nstrain.data.consumers import Consumer, consumer_path, read_consumer, write_consumer
 from nstrain.line.checkpoint import newest_good, read_state
 from nstrain.line.paths import LinePaths
 from nstrain.settings.run import RunSettings, load_run
-
-
-def consumer_path(work: Path, line_id: str) -> Path:
-    """A training line's entry among the consumers of a data line."""
-    return work / "consumers" / f"{line_id}.json"
 
 
 def enter_consumer(paths: LinePaths, settings: RunSettings) -> bool:

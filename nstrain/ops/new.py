@@ -20,11 +20,12 @@ from typing import Any, Literal
 from nstrain.base.commands import typed
 from nstrain.base.disk import directory_by_rename, refuse_existing
 from nstrain.base.errors import DiskFull, NstrainError, Refusal
+from nstrain.data.consumers import consumer_path
 from nstrain.data.line import DataLine
 from nstrain.data.order import refuse_row_length
 from nstrain.data.val import ValidationRows
 from nstrain.line.paths import LinePaths
-from nstrain.ops.consumer import consumer_path, enter_consumer
+from nstrain.ops.consumer import enter_consumer
 from nstrain.record.local_disk import refuse_network_file_system
 from nstrain.settings.model import validate
 from nstrain.settings.run import METRICS_VERSION, RUN_FORMAT, RunSettings, save_run

@@ -25,12 +25,12 @@ from typing import Protocol
 from nstrain.base.disk import read_json
 from nstrain.base.errors import ExitCode, NstrainError
 from nstrain.base.units import human_seconds
+from nstrain.data.consumers import consumer_path
 from nstrain.data.cycles import delete_consumed
 from nstrain.data.line import DataLine
 from nstrain.data.preparer import PreparerStatus, preparer_lock, read_status
 from nstrain.line.notices import Event
 from nstrain.line.paths import LinePaths
-from nstrain.ops.consumer import consumer_path
 from nstrain.settings.run import RunSettings
 from nstrain.supervise.children import PREPARER_PREFIX, Child, DeathPipe, describe_exit
 from nstrain.supervise.failures import Ending

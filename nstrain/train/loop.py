@@ -242,7 +242,8 @@ class Trainer:
         what, since = f"cycle {number} of {self.data.work}", time.time()
         print(f"waiting for {what} to be prepared", flush=True)
         while not self.data.is_ready(number):
-            self.beat("waiting_data", waiting_for=what, waiting_since=since)
+            late = self._saver.entry_trouble
+            self.beat("waiting_data", waiting_for=f"{what}; {late}" if late else what, waiting_since=since)
             self._saver.poll()
             if self.stop.wait(DATA_POLL_S) or self.stop.reason_at(number) is not None:
                 return False

@@ -24,7 +24,7 @@ from typing import Any
 from nstrain.base.commands import typed
 from nstrain.base.errors import DiskFull
 from nstrain.base.units import human_bytes
-from nstrain.data.consumers import write_consumer
+from nstrain.data.consumers import consumer_path, read_consumer, write_consumer
 from nstrain.line.background import BackgroundWriter
 from nstrain.line.paths import LinePaths
 from nstrain.line.retention import apply_retention, remove_set_aside
@@ -36,6 +36,9 @@ from nstrain.train.engine import Engine
 from nstrain.train.flat import FlatParameters
 from nstrain.train.host_copy import HostCopy, kinds_ever, open_host_copy
 from nstrain.train.plan import Update
+
+ENTRY_RETRY_S = 1.0
+"""A consumer's entry that found no room is tried again after so long."""
 
 
 def save_reason(
@@ -92,6 +95,11 @@ class Saver:
         self._saved_update: int | None = None
         self._saved_at = time.monotonic()
         self._began = time.monotonic()
+        self._entry_due: tuple[int, int, int] | None = None
+        """The consumer's entry (cycle, row, tokens) that found no room on the data line's disk."""
+        self._entry_tried_at = 0.0
+        self.entry_trouble: str | None = None
+        """Why that entry could not be written, for people; None if it was."""
         self.newest: str | None = None
         """The name of the newest committed checkpoint."""
         self.slow: str | None = None
@@ -105,7 +113,7 @@ class Saver:
         if newest is not None:
             self._saved_update, self.newest = state.position.update, newest.name
             # Killed between a commit and what follows it, the last launch left that undone.
-            self._write_consumer(state.position.cycle, state.position.row, state.tokens)
+            self._move_entry(state.position.cycle, state.position.row, state.tokens)
             remove_set_aside(self._paths, state.position.update)
         else:
             self._refuse_full_disk("the line does not begin")
@@ -156,6 +164,9 @@ class Saver:
     def poll(self) -> None:
         """Raise the error of a write that failed; never waits."""
         self._writer.poll()
+        tried_s = time.monotonic() - self._entry_tried_at
+        if self._entry_due is not None and not self._writer.busy and tried_s >= ENTRY_RETRY_S:
+            self._move_entry(*self._entry_due)
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
@@ -167,6 +178,9 @@ class Saver:
             self._writer.wait()
         except Exception as error:
             self._say(f"the checkpoint that was being written is lost: {error}")
+        if self._entry_due is not None:
+            with contextlib.suppress(Exception):
+                self._move_entry(*self._entry_due)
         if self._copy is not None:
             with contextlib.suppress(RuntimeError):  # a GPU in error; the process that holds it ends
                 self._copy.close()
@@ -191,7 +205,7 @@ class Saver:
     def _committed(self, path: Path, state: Mapping[str, Any]) -> None:
         """Runs in the writer's thread once a checkpoint is durable and `latest` names it."""
         took_s = time.monotonic() - self._began
-        self._write_consumer(state["position"]["cycle"], state["position"]["row"], state["tokens"])
+        self._move_entry(state["position"]["cycle"], state["position"]["row"], state["tokens"])
         gone = apply_retention(self._paths, self._settings.checkpoints.keep_last)
         passed = None if state["reason"] == "end" else state["update"]
         gone += [f"{self._paths.set_aside.name}/{name}" for name in remove_set_aside(self._paths, passed)]
@@ -200,5 +214,18 @@ class Saver:
         removed = f"; removed {', '.join(gone)}" if gone else ""
         self._say(f"checkpoint {path.name} ({state['reason']}): {size} in {took_s:.1f} s{removed}")
 
-    def _write_consumer(self, cycle: int, row: int, tokens: int) -> None:
-        write_consumer(self._work, self._settings.id, cycle, row, tokens, self._paths.root)
+    def _move_entry(self, cycle: int, row: int, tokens: int) -> None:
+        """Write the consumer's entry. One that finds no room on the data line's disk, which may be another than the
+        line's, is tried again: an older entry keeps more cycles than are needed. One that is ahead must go back."""
+        self._entry_tried_at = time.monotonic()
+        try:
+            write_consumer(self._work, self._settings.id, cycle, row, tokens, self._paths.root)
+        except DiskFull as error:
+            entry = consumer_path(self._work, self._settings.id)
+            if not entry.exists() or read_consumer(entry).cycle > cycle:
+                raise
+            if self._entry_due is None:
+                self._say(f"{error} The line trains on; this is tried again, until then more cycles are kept")
+            self._entry_due, self.entry_trouble = (cycle, row, tokens), str(error)
+        else:
+            self._entry_due = self.entry_trouble = None

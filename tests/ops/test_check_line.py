@@ -15,7 +15,7 @@ from fake_card import UUID, FakeCard
 from sized_checkpoints import make_sized_line, put_sized
 
 from nstrain.base.errors import Refusal
-from nstrain.data.consumers import write_consumer
+from nstrain.data.consumers import consumer_path, write_consumer
 from nstrain.data.line import DataLine
 from nstrain.data.room import bytes_to_open
 from nstrain.line.checkpoint import read_state, seal_checkpoint
@@ -23,7 +23,6 @@ from nstrain.line.paths import LinePaths
 from nstrain.ops import check as check_module
 from nstrain.ops import check_disk
 from nstrain.ops.check import Finding, check_line, refuse_failed
-from nstrain.ops.consumer import consumer_path
 from nstrain.ops.generate import generate
 from nstrain.record import local_disk
 from nstrain.record.journal import Journal

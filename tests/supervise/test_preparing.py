@@ -16,13 +16,13 @@ from supervise_helpers import SupervisorProcess, set_guards, starts, supervise, 
 
 from nstrain.base.disk import FileLock, atomic_write
 from nstrain.base.errors import ExitCode
+from nstrain.data.consumers import consumer_path
 from nstrain.data.cycles import cycles_on_disk
 from nstrain.data.line import DataLine
 from nstrain.data.preparer import PreparerStatus, read_status, run_preparer
 from nstrain.line.notices import Event
 from nstrain.line.paths import LinePaths
 from nstrain.line.state_files import request_stop
-from nstrain.ops.consumer import consumer_path
 from nstrain.ops.status import status
 from nstrain.settings.run import load_run
 from nstrain.supervise.children import DeathPipe

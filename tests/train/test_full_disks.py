@@ -29,6 +29,7 @@ from real_line import (
 from small_disk import fill, small_disk
 
 from nstrain.base.errors import DiskFull, ExitCode
+from nstrain.data.consumers import read_consumers
 from nstrain.data.line import DataLine
 from nstrain.data.preparer import read_status
 from nstrain.line import checkpoint
@@ -104,6 +105,34 @@ def test_somebody_takes_the_room_and_the_line_saves_while_it_can(
     assert last_update(line) == 6, "started on the same disk it trains nothing"
     (disk / "filler").unlink()
     assert_goes_on_to_the_same_bits(line, through)
+
+
+def test_a_data_lines_own_disk_may_be_full_for_a_while(
+    data: DataLine, through: LinePaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the consumer's entry is written there, which may be late: found full at u3, with room again at u10."""
+    monkeypatch.setattr(saving, "ENTRY_RETRY_S", 0.0)
+    with small_disk(tmp_path / "disk", 4) as disk:
+        shutil.copytree(data.work, disk / "data")
+        line = make_run(tmp_path / "run", DataLine.open(disk / "data"))
+        entries: list[int] = []
+
+        def room() -> None:
+            entries.append(read_consumers(disk / "data")[-1].row)
+            (disk / "filler").unlink()
+
+        with monkeypatch.context() as patch:
+            when_done(patch, Trainer, "_note", 3, lambda: fill(disk, leave_bytes=0))
+            when_done(patch, Trainer, "_note", 10, room)
+            assert run_here(line, stop_after=11) == ExitCode.STOPPED
+        assert entries == [0], "checkpoints at 4 and 8 were committed, the entry stood"
+        assert read_consumers(disk / "data")[-1].row == 55
+        fill(disk, leave_bytes=0)
+        assert_goes_on_to_the_same_bits(line, through)
+        assert read_consumers(disk / "data")[-1].cycle == 1
+        (disk / "filler").unlink()
+        assert run_here(line) == ExitCode.DONE
+        assert read_consumers(disk / "data")[-1].cycle == 2
 
 
 @pytest.mark.parametrize(
