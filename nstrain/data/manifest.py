@@ -85,9 +85,12 @@ def load_manifest(path: Path, expected_sha256: str | None = None, remedy: str = 
 
 
 def cycle_manifest(line: DataLine, cycle: int, expected_sha256: str | None = None) -> dict[str, Any]:
-    """A line's manifest of a cycle. Raises `Refusal` like `load_manifest`, and if the cycle was not prepared yet."""
+    """A line's manifest of a cycle. Raises `Refusal` like `load_manifest`, and if the cycle was not prepared yet.
+
+    One of which somebody knows the hash was prepared: it is lost, whatever the line knows (an older copy of it).
+    """
     path = line.manifest_path(cycle)
-    if not path.exists() and cycle > last_prepared(line):
+    if expected_sha256 is None and not path.exists() and cycle > last_prepared(line):
         raise Refusal(f"{path}: no manifest of that cycle; it has not been prepared yet")
     return load_manifest(path, expected_sha256, make_again(line, cycle))
 

@@ -143,7 +143,7 @@ class Preparer:
             self._show("stopped", cycle or self._status.cycle)
             return ExitCode.STOPPED
         if cycle is None:
-            self._show("done", self.line.cycle_count or self.until_cycle or 0, 1.0)
+            self._show("done", self.until_cycle or self.line.cycle_count or 0, 1.0)
             return ExitCode.DONE
         if self.until_cycle is None and cycle > self._wanted_through():
             self._show("waiting_consumer", cycle)

@@ -16,6 +16,7 @@ import torch
 from nstrain.base.disk import sha256_file
 from nstrain.base.errors import Refusal
 from nstrain.data.line import DataLine
+from nstrain.data.manifest import make_again
 from nstrain.line.checkpoint import Checkpoint
 from nstrain.line.state_json import FORMAT
 from nstrain.line.tensor_file import Tensors
@@ -195,7 +196,8 @@ def refuse_other_manifest(line: LineState, data: DataLine) -> None:
     path = data.manifest_path(line.order.cycle)
     found = sha256_file(path) if path.exists() else "missing"
     if found != line.order.manifest_sha256:
+        remedy = "put the data line back as it was" if path.exists() else make_again(data, line.order.cycle)
         raise Refusal(
             f"{path}: expected sha256 {line.order.manifest_sha256}, as the checkpoint after update "
-            f"{line.position.update} has it, found {found}. Put the data line back as it was."
+            f"{line.position.update} has it, found {found}; {remedy}"
         )

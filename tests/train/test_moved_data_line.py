@@ -53,6 +53,20 @@ def test_a_line_goes_on_with_the_data_line_that_was_moved(
     moved_to(paths, now, ahead_cycles=3)
     settings = next(finding for finding in check_line(paths.root, quick=True) if finding.name == "settings")
     assert (settings.ok, settings.message) == (True, f"as trained up to update {stop_after}")
+    if stop_after == 13:  # a cycle's end, and the data line is a copy of before that cycle was made
+        for name in ("manifests", "cycles"):
+            shutil.rmtree(now / name)
+            (now / name).mkdir()
+        state_json = now / "state.json"
+        state_json.write_text(json.dumps(json.loads(state_json.read_text()) | {"prepared_cycles": 0}))
+        lost = {finding.name: finding.message for finding in check_line(paths.root)}
+        with pytest.raises(Refusal) as refused:
+            run_here(paths)
+        for text in (lost["data cycles"], lost["resume"], str(refused.value)):
+            assert f"`nstrain data run-preparer --work '{now}' --until 1 --foreground`" in text
+        prepare(now, 1)
+        assert all(finding.ok for finding in check_line(paths.root, quick=True))
+        prepare(now, 2)
     assert run_here(paths) == ExitCode.DONE
     assert journal_summary(paths) == journal_summary(through)
     assert tensors_of(paths, LAST_UPDATE) == tensors_of(through, LAST_UPDATE)
