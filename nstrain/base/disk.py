@@ -64,6 +64,7 @@ def fsync_dir(path: Path) -> None:
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_OTHER_KIND = (errno.EISDIR, errno.ENOTDIR)
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
@@ -104,7 +105,13 @@ def refused_file(error: OSError) -> NstrainError | None:
             f"what was to be written found no room ({error.strerror}); free space where the output goes, and run the "
             "same command again"
         )
-    path = Path(os.fsdecode(error.filename)).absolute()
+    named = error.filename2 if isinstance(error.filename2, str | bytes) else error.filename  # where a rename leads
+    path = Path(os.fsdecode(named)).absolute()
+    if error.errno in _OTHER_KIND:
+        return Refusal(
+            f"{path}: {error.strerror}, where nstrain has the other of file and directory; move it elsewhere and run "
+            "the same command again"
+        )
     if error.errno in _NO_SPACE:
         return _disk_full(path, error.errno)
     return Refusal(not_allowed(path, error.errno)) if error.errno in _NOT_ALLOWED else None

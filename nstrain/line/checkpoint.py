@@ -379,10 +379,10 @@ def _load_tensors(path: Path, expected: str) -> Tensors:
 
 
 def read_latest(paths: LinePaths) -> int | None:
-    """The update of the checkpoint that `latest` names; None if there is no such file or it names none."""
+    """The update of the checkpoint that `latest` names; None if it cannot be read or names none."""
     try:
         return parse_checkpoint_name(paths.latest.read_text(errors="replace").strip())
-    except FileNotFoundError:
+    except OSError:
         return None
 
 

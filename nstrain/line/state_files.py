@@ -14,7 +14,15 @@ import os
 import time
 from typing import Any, Literal, get_args
 
-from nstrain.base.disk import PARTIAL_SUFFIX, atomic_write_json, fsync_dir, pretty_json, read_json, write_durable
+from nstrain.base.disk import (
+    PARTIAL_SUFFIX,
+    atomic_write_json,
+    fsync_dir,
+    pretty_json,
+    read_json,
+    remove_entry,
+    write_durable,
+)
 from nstrain.base.errors import Refusal
 from nstrain.base.process import ProcessId, alive
 from nstrain.line.paths import LinePaths
@@ -134,11 +142,13 @@ def stop_requested(paths: LinePaths) -> bool:
 
 
 def read_stop(paths: LinePaths) -> StopRequest | None:
-    """The request to stop, or None if there is none."""
+    """The request to stop, or None if there is none. One that we may not read (another user's) is to stop at once."""
     try:
         text = paths.stop.read_bytes()
     except FileNotFoundError:
         return None
+    except OSError:
+        return StopRequest(None, None)
     try:
         value = json.loads(text)
         cycle = value["at_cycle_end"]
@@ -149,7 +159,8 @@ def read_stop(paths: LinePaths) -> StopRequest | None:
 
 def clear_stop(paths: LinePaths) -> None:
     """Take the request to stop away, if there is one."""
-    paths.stop.unlink(missing_ok=True)
+    if os.path.lexists(paths.stop):
+        remove_entry(paths.stop)
     fsync_dir(paths.root)
 
 

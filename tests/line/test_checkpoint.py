@@ -333,13 +333,17 @@ def test_a_latest_that_names_what_is_not_there_gives_way_to_an_older_one(
     assert "u00000025: no such checkpoint" in said[0]
 
 
-@pytest.mark.parametrize("latest", [None, b"", b"last-v1\n", b"\xff\x00", b"../u00000009"])
+@pytest.mark.parametrize("latest", [None, b"", b"last-v1\n", b"\xff\x00", b"../u00000009", "a directory"])
 def test_without_a_readable_latest_the_highest_number_is_taken_aloud(
-    paths: LinePaths, make_checkpoint: Any, latest: bytes | None
+    paths: LinePaths, make_checkpoint: Any, latest: bytes | str | None
 ) -> None:
     for update in (9, 10, 100):
         write_checkpoint(paths, make_checkpoint(update))
-    paths.latest.unlink() if latest is None else paths.latest.write_bytes(latest)
+    paths.latest.unlink()
+    if isinstance(latest, bytes):
+        paths.latest.write_bytes(latest)
+    elif latest is not None:
+        paths.latest.mkdir()
     said: list[str] = []
     assert read_latest(paths) is None
     assert newest_good(paths, said.append) == paths.checkpoint(100)

@@ -97,6 +97,10 @@ def test_stop_is_asked_once_and_taken_away(paths: LinePaths) -> None:
     assert read_stop(paths) == first, "at once stays at once"
     clear_stop(paths)
     assert not stop_requested(paths)
+    paths.stop.mkdir()  # not as one asks, but no trainer may die of it, again and again
+    assert stop_requested(paths)
+    clear_stop(paths)
+    assert not stop_requested(paths)
 
 
 def test_a_stop_at_a_cycles_end_is_none_before_it_and_can_be_replaced(paths: LinePaths) -> None:

@@ -136,3 +136,7 @@ def test_what_is_told_of_which_error(tmp_path: Path) -> None:
         assert "`ulimit -n`" in str(told)
     for code in (errno.EROFS, errno.EACCES, errno.EPERM):
         assert os.strerror(code) in str(refused_file(OSError(code, "", file)))
+    (tmp_path / "file").mkdir()
+    with pytest.raises(IsADirectoryError) as caught:
+        atomic_write(tmp_path / "file", b"")
+    assert f"{file}: Is a directory, where" in str(refused_file(caught.value)), "the file that is meant"
