@@ -366,7 +366,7 @@ def _places(pairs: Sequence[str]) -> dict[str, Path]:
 @app.command("run-preparer")
 def run_preparer_command(
     work: Work,
-    ahead: Annotated[int, typer.Option(min=1, help="Cycles kept ready beyond the furthest consumer's.")] = 1,
+    ahead: Annotated[int, typer.Option(min=1, help="Cycles kept ready beyond each consumer's.")] = 1,
     workers: Annotated[
         int | None, typer.Option(min=0, help="Processes that open files (default: the cores, 8 at most; 0: none).")
     ] = None,

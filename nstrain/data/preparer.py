@@ -93,7 +93,7 @@ class Preparer:
         on_status: Callable[[PreparerStatus], None] = lambda status: None,
         workers: int | None = None,
     ) -> None:
-        """`ahead_cycles` stay ready beyond the cycle of the furthest consumer (without one: beyond the first).
+        """`ahead_cycles` stay ready beyond the cycle of each consumer (without one: beyond the first).
 
         With `until_cycle` it prepares the cycles up to that one without regard to consumers, and then ends. `workers`
         processes open files (None: as many as there are cores, at most eight; 0: none beside this one); their
@@ -138,14 +138,14 @@ class Preparer:
         """Delete what is consumed, then prepare one cycle or wait a moment; an exit code if there is no more to do."""
         delete_consumed(self.line)
         self._record_prepared()
-        cycle = self._next_cycle()
+        cycle, due = self._next_cycle()
         if self._stop():
             self._show("stopped", cycle or self._status.cycle)
             return ExitCode.STOPPED
         if cycle is None:
             self._show("done", self.until_cycle or self.line.cycle_count or 0, 1.0)
             return ExitCode.DONE
-        if self.until_cycle is None and cycle > self._wanted_through():
+        if not due:
             self._show("waiting_consumer", cycle)
             time.sleep(POLL_S)
             return None
@@ -160,20 +160,35 @@ class Preparer:
         self._disk_full_since, self._disk_full_tries = None, 0
         return None
 
-    def _next_cycle(self) -> int | None:
-        """The first cycle of the schedule that is neither on disk nor behind every consumer; None if there is none."""
+    def _next_cycle(self) -> tuple[int | None, bool]:
+        """The first cycle to be made now, and True; else the first that will be, if there is one, and False.
+
+        These are cycles of the schedule that are neither on disk nor behind every consumer.
+        """
         last = self.line.cycle_count if self.until_cycle is None else self.until_cycle
-        needed_from = min((consumer.cycle for consumer in read_consumers(self.line.work)), default=1)
+        at = [consumer.cycle for consumer in read_consumers(self.line.work)] or [1]
+        needed_from, furthest = min(at), max(at) + self.ahead_cycles
+        later: int | None = None
         cycle = 1
-        while last is None or cycle <= last:
+        while (last is None or cycle <= last) and (later is None or cycle <= furthest):
             consumed = cycle < needed_from and self.line.manifest_path(cycle).exists()
             if not consumed and not self.line.is_ready(cycle):
-                return cycle
+                if self._is_due(cycle, at):
+                    return cycle, True
+                later = later or cycle
             cycle += 1
-        return None
+        return later, False
 
-    def _wanted_through(self) -> int:
-        return max((consumer.cycle for consumer in read_consumers(self.line.work)), default=1) + self.ahead_cycles
+    def _is_due(self, cycle: int, at: list[int]) -> bool:
+        """Whether a cycle is that of a consumer or so many ahead of it, or one that such a cycle follows from.
+
+        Where consumers are far from each other, what lay between them was deleted, and is made again in its turn.
+        """
+        if self.until_cycle is not None:
+            return True
+        if not self.line.manifest_path(cycle).exists():
+            return cycle <= max(at) + self.ahead_cycles
+        return any(first <= cycle <= first + self.ahead_cycles for first in at)
 
     def _progress(self, cycle: int, share: float) -> None:
         now = time.monotonic()  # files are opened while others are fetched: then it is the fetching that is shown

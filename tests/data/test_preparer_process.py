@@ -121,6 +121,23 @@ def test_a_deleted_cycle_comes_back_for_a_consumer_that_went_back(line: DataLine
     assert prepared(line) == {name: data for name, data in before.items() if not name.startswith(gone)}
 
 
+def test_of_the_cycles_between_two_consumers_only_those_that_are_due_come_back(line: DataLine) -> None:
+    prepare(line, 4)
+    at(line, "run", 4)
+    until_waiting(line)
+    assert cycles_on_disk(line) == [4, 5]
+    at(line, "joined", 1)
+    for first, on_disk in ((1, [1, 2, 4, 5]), (2, [2, 3, 4, 5]), (4, [4, 5])):
+        at(line, "joined", first)
+        states = until_waiting(line)
+        assert cycles_on_disk(line) == on_disk
+        assert states[-1].cycle == (3 if first == 1 else 6)
+    at(line, "run", CYCLES)
+    at(line, "joined", 1)
+    until_waiting(line)
+    assert cycles_on_disk(line) == [1, 2, 4, 5, 6], "the schedule is prepared, but more is to be made again"
+
+
 def test_it_is_done_when_every_cycle_of_the_schedule_is_prepared(line: DataLine) -> None:
     at(line, "run", 5)
     seen: list[PreparerStatus] = []
