@@ -21,6 +21,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+PAGE = b"<html>please log in</html>"
+
 SMALL_BYTES = 64
 """Files below this are not in large-file storage: the listing has git's hash alone."""
 
@@ -64,7 +66,7 @@ class Request:
 @dataclasses.dataclass(frozen=True)
 class Fault:
     """How an answer fails: cut, flip, stall, 503, 500, 429, 404, gone, 403, reset, hang, ignore_range, longer, shorter,
-    other_range, drip, gzip, flood, bomb; a redirect also: refused, no address, loop."""
+    other_range, drip, gzip, page, endless page, flood, bomb; a redirect also: refused, no address, loop."""
 
     kind: str
     amount: float = 0.5
@@ -306,6 +308,14 @@ class _Handler(BaseHTTPRequestHandler):
         assert file.content is not None
         kind = fault.kind if fault else ""
         body, total = file.content, file.size
+        if kind in ("page", "endless page"):  # of a proxy between us, which answers in the place of the host
+            self.send_response(200)
+            self.close_connection = kind == "endless page"
+            if kind == "page":
+                self.send_header("Content-Length", str(len(PAGE)))
+            self.end_headers()
+            self.wfile.write(PAGE)
+            return
         start = 0 if kind == "ignore_range" else request.range_start
         if start > 0:
             self.send_response(206)

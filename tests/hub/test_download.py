@@ -81,6 +81,25 @@ def test_a_storage_host_that_refuses_a_link_costs_no_byte(hub: FakeHub, place: P
     assert [r.range_start for r in hub.requests if r.what == "bytes"] == [0, 150_000, 150_000, 150_000]
 
 
+@pytest.mark.parametrize("kind", ["page", "endless page", "longer", "gzip", "416"])
+def test_an_answer_that_is_not_the_file_costs_no_byte(hub: FakeHub, place: Path, kind: str) -> None:
+    commit = hub.add(REPO, {PATH: CONTENT})
+    hub.fault = once(Fault("cut", 0.5), Fault(kind), Fault(kind))
+    fetch(place, source(commit), pinned())
+    assert [r.range_start for r in hub.requests if r.what == "bytes"] == [0, 150_000, 150_000, 150_000]
+
+    hub.requests.clear()  # as long as it goes on, what has come stays
+    downloads = Downloads(place, source(commit))
+    (place / "web" / PATH).unlink()
+    downloads._part(pinned()).write_bytes(CONTENT[:200_000])
+    hub.fault = lambda request: Fault(kind) if request.what == "bytes" else None
+    with pytest.raises(WrongBytes):
+        downloads.fetch([pinned()])
+    assert downloads._part(pinned()).read_bytes() == CONTENT[:200_000]
+    hub.fault = lambda request: Fault("other_range") if request.what == "bytes" else None
+    fetch(place, source(commit), pinned())  # at last it is asked for all of it
+
+
 @pytest.mark.parametrize("kind", ["no address", "loop"])
 def test_redirects_that_lead_nowhere_are_given_up_on(hub: FakeHub, place: Path, kind: str) -> None:
     commit = hub.add(REPO, {PATH: CONTENT})

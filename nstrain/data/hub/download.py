@@ -5,7 +5,8 @@ asks for the rest (Range). At the end the hash must be the pinned one; else the 
 
 transient   the network, timeouts, a stall, 5xx, 408, 429: tried again for as long as it takes, after a jittered and
             growing wait or the one that the server asks for; `Watch.trouble` tells what is waited for
-suspect     wrong bytes, wrong length, an address of the file's that leads nowhere or that its host refuses: a few times
+suspect     wrong bytes, wrong length, an address of the file's that leads nowhere or that its host refuses: a few
+            times, the last time from the file's beginning; only wrong bytes cost what has come of it
 permanent   no access; the file is gone: the next place is asked (another revision, a mirror). A file is the same
             wherever it comes from if its size and hash are. When no place is left, an error names what each one said
 """
@@ -132,7 +133,7 @@ def _from_place(wanted: WantedFile, place: Place, patience: Patience, cancel: Ca
         before = _size(wanted.part)
         try:
             with disk_full_is_named(wanted.part), wanted.part.open("a+b") as part:
-                _complete(wanted, place, part, patience, cancel, watch)
+                _complete(wanted, place, part, patience, cancel, watch, afresh=suspect == patience.wrong_fetches - 1)
             os.replace(wanted.part, wanted.target)
             fsync_dir(wanted.target.parent)
             kill_point("hub:in place")
@@ -160,27 +161,32 @@ def _size(path: Path) -> int:
 
 
 def _complete(
-    wanted: WantedFile, place: Place, part: BinaryIO, patience: Patience, cancel: Cancel, watch: Watch
+    wanted: WantedFile, place: Place, part: BinaryIO, patience: Patience, cancel: Cancel, watch: Watch, afresh: bool
 ) -> None:
-    """Bring a part to its end and verify it. Raises `Transient`, `Suspect` or `_NotHere`."""
+    """Bring a part to its end and verify it; `afresh`: from the beginning. Raises `Transient`, `Suspect` or `_NotHere`.
+
+    What has come is given up only for an answer that is the file from its beginning: a proxy's page is not.
+    """
     have, digest = _rehash(part, wanted, cancel, watch)
     if have < wanted.size:
         watch.room_for(wanted.part, wanted.size - have)
-        headers = {**place.headers, **({"Range": f"bytes={have}-"} if have else {})}
+        headers = {**place.headers, **({"Range": f"bytes={have}-"} if have and not afresh else {})}
         with get(place.url, headers, patience, cancel) as answer:
             _judge(answer, place, wanted)
-            if have and answer.status == 200:  # the server gives no ranges
-                watch.lost(have)
-                part.truncate(0)
-                have, digest = 0, hashlib.sha256()
-            _refuse_other_length(answer, wanted, have)
+            whole = bool(have) and answer.status == 200  # not asked for a range, or the server gives none
+            _refuse_other_length(answer, wanted, 0 if whole else have)
+            if whole:
+                again = _beginning(answer, part, have)
+                watch.lost(have - len(again))
+                part.truncate(len(again))
+                have, digest = len(again), hashlib.sha256(again)
             watch.trouble(None)
             _receive(answer, wanted, part, have, digest, patience, watch)
     part.flush()
     os.fsync(part.fileno())
     kill_point("hub:part complete")
     if digest.hexdigest() != wanted.sha256:
-        raise Suspect(f"its bytes have sha256 {digest.hexdigest()}")
+        raise Suspect(f"its bytes have sha256 {digest.hexdigest()}", spoils=True)
 
 
 def _rehash(part: BinaryIO, wanted: WantedFile, cancel: Cancel, watch: Watch) -> tuple[int, hashlib._Hash]:
@@ -213,7 +219,7 @@ def _judge(answer: Answer, place: Place, wanted: WantedFile) -> None:
     if status == 416:
         raise Suspect(f"{told} for a range inside the file")
     if answer.host != urlsplit(place.url).netloc:  # a link signed for a while; the hub gives a new one
-        raise Suspect(f"{told} from the host that stores the file", spoils=False)
+        raise Suspect(f"{told} from the host that stores the file")
     if status == 404 or code in ("EntryNotFound", "RevisionNotFound", "RepoNotFound"):
         raise _NotHere(f"HTTP {status} {code}".rstrip(), FileVanished)
     if status in (401, 403, 451):
@@ -222,6 +228,20 @@ def _judge(answer: Answer, place: Place, wanted: WantedFile) -> None:
 
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
+
+
+def _beginning(answer: Answer, part: BinaryIO, have: int) -> bytes:
+    """Of an answer that gives a whole file again: what was read of it to see that it is that file, if it has no length.
+
+    Raises `Suspect` if it begins otherwise than what has come.
+    """
+    if answer.headers.get("Content-Length") is not None:
+        return b""
+    data = answer.read_some(min(BLOCK_BYTES, have))
+    part.seek(0)
+    if part.read(len(data)) != data:
+        raise Suspect(f"it gives {data[:20]!r} ... in the place of the file's beginning")
+    return data
 
 
 def _refuse_other_length(answer: Answer, wanted: WantedFile, have: int) -> None:

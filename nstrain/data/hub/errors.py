@@ -36,7 +36,7 @@ class UntrustedListing(HubRefusal):
 class Suspect(Exception):
     """An answer that cannot be right: it may be right the next time, and is given up on after a few."""
 
-    def __init__(self, cause: str, spoils: bool = True) -> None:
+    def __init__(self, cause: str, spoils: bool = False) -> None:
         """With `spoils`, what has come of the file so far is not to be built upon."""
         super().__init__(cause)
         self.cause, self.spoils = cause, spoils

@@ -130,7 +130,7 @@ def get(url: str, headers: Mapping[str, str], patience: Patience, cancel: Cancel
         cancel.check()
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise Suspect(f"redirected to {_shown(url)}, which is no web address", spoils=False)
+            raise Suspect(f"redirected to {_shown(url)}, which is no web address")
         response, connection = _within(
             patience.connect_s,
             f"{parts.netloc}: no answer within {patience.connect_s:.0f} s",
@@ -149,11 +149,11 @@ def get(url: str, headers: Mapping[str, str], patience: Patience, cancel: Cancel
         connection.close()
         following = urljoin(url, location)
         if urlsplit(following).scheme == "http" and parts.scheme == "https":
-            raise Suspect(f"{parts.netloc}: redirected from https to {_shown(following)}", spoils=False)
+            raise Suspect(f"{parts.netloc}: redirected from https to {_shown(following)}")
         if urlsplit(following).netloc != parts.netloc:
             sent = {name: value for name, value in sent.items() if name.lower() not in ("authorization", "cookie")}
         url = following
-    raise Suspect(f"{urlsplit(url).netloc}: more than {MOST_REDIRECTS} redirects", spoils=False)
+    raise Suspect(f"{urlsplit(url).netloc}: more than {MOST_REDIRECTS} redirects")
 
 
 class _CaseFree(dict[str, str]):
