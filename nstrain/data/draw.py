@@ -68,16 +68,21 @@ class SourceDraw:
         while total < self._need:
             deficits = np.where(eligible, shares * total - drawn * SHARE_ONE, np.iinfo(np.int64).min)
             index = int(np.argmax(deficits))
-            last = self._take(index)
+            position = self._pickers[index].pick()
+            if position is None and eligible[index] and deficits[index] < total:
+                eligible[index] = False  # it has given all, and is behind only by what its share was rounded up by
+                if not eligible.any():  # then those give the rest whose shares were rounded to nothing
+                    eligible[:] = [picker.pick() is not None for picker in self._pickers]
+                continue
+            last = self._take(index, position)
             total += last.tokens
             drawn[index] += last.tokens
             yield last
         assert last is not None, "a cycle takes at least one document"
         self.state_after = self._after(last, total)
 
-    def _take(self, index: int) -> Drawn:
+    def _take(self, index: int, position: int | None) -> Drawn:
         picker = self._pickers[index]
-        position = picker.pick()
         if position is None:
             raise Exhausted(
                 f"source {self._files.source.name}, stratum {self._files.stratum_name(index)!r}, runs out in cycle "

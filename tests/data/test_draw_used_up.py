@@ -16,6 +16,7 @@ from drawn_sources import (
     calibrated,
     draw_cycle,
     run_through,
+    sources,
     tokens_in,
     uniform,
 )
@@ -23,6 +24,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from nstrain.base.errors import Exhausted
+from nstrain.data import draw, opening
 from nstrain.data.opening import SHARE_ONE, Rate, stratum_rates
 from nstrain.data.state import SourceState
 
@@ -48,6 +50,17 @@ def test_strata_run_out_together_with_their_source(
 ) -> None:
     assume(tokens_in(known[0]) >= 2)
     use_up(*known, open_files, cycle_tokens)
+
+
+@quick(60)
+@given(sources(), st.integers(1, 6), st.integers(1, 40))
+def test_a_share_that_was_rounded_ends_no_source(source: Source, bits: int, cycle_tokens: int) -> None:
+    """A cycle of 2^32 tokens gives a stratum of a few its share to within 16 tokens: here shares are as coarse."""
+    assume(tokens_in(source) >= 2)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (draw, opening):
+            patch.setattr(module, "SHARE_ONE", 1 << bits)
+        use_up(source, (UNKNOWN,) * len(source), 6, cycle_tokens)
 
 
 @pytest.mark.slow
