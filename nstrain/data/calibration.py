@@ -7,6 +7,7 @@ has unopened files. It is kept in state.json, where another line of the same sou
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -28,6 +29,10 @@ SAMPLE_BYTES = 1 << 18
 """Text that is sampled of a stratum."""
 COLUMN_SAMPLE_BYTES = 4 << 20
 """Text that is sampled of a source with strata by column."""
+
+
+MORE_FILES = 64
+"""Files of a source that are looked into for any text at all, if there is none in the samples."""
 
 
 class StratumCalibration(Settings):
@@ -91,7 +96,7 @@ def calibrate(
         source = supplied.settings
         identity = source.identity.hex()
         reused = known.sources.get(source.name) if known is not None else None
-        if reused is not None and reused.identity == identity:
+        if reused is not None and reused.identity == identity and _fits(reused, listing):
             calibrated[source.name] = reused
             continue
         supplied.supply.fetch([files[0] for files in listing.files])  # they stay until the first cycle opens them
@@ -100,6 +105,11 @@ def calibrate(
         strata = sample.by_column(listing) if isinstance(source.stratum, ColumnStrata) else sample.by_stratum(listing)
         seconds += time.perf_counter() - began
         tokens += sample.tokens
+        if sample.tokens == 0 and not sample.finds_text(listing):
+            raise Refusal(
+                f"source {source.name}: its reader ({source.reader}) finds no text in {sample.describe()}. "
+                f"Correct reader, text_column or globs in the recipe"
+            )
         progress(source.name, (len(calibrated) + 1) / len(sources))
         calibrated[source.name] = SourceCalibration(identity=identity, strata=strata)
     if tokens and seconds:
@@ -107,6 +117,11 @@ def calibrate(
     else:
         speed = known.tokens_per_s if known is not None else 1.0
     return Calibration(tokenizer_sha256=encoder.sha256, tokens_per_s=speed, sources=calibrated)
+
+
+def _fits(known: SourceCalibration, listing: Listing) -> bool:
+    """Whether known numbers are of the strata that a list has, at least in part."""
+    return any(stratum.bytes for name, stratum in known.strata.items() if name in listing.strata)
 
 
 class _SourceSample:
@@ -117,6 +132,8 @@ class _SourceSample:
         self._markers = encoder.marker_ids(self.source.markers, self.source.name)
         self.tokens = 0
         self.text_bytes = 0
+        self.paths: list[str] = []
+        """Of the files that were read."""
 
     def by_stratum(self, listing: Listing) -> dict[str, StratumCalibration]:
         """A sample of every stratum; a file's bytes count."""
@@ -138,10 +155,26 @@ class _SourceSample:
             if sampled >= limit_bytes:
                 break
             self._supply.fetch([file])
+            self.paths.append(file.path)
             path = resolve_inside(self.source.root, file.path)
             found = estimate(self.source.rows, path, self._count, limit_bytes - sampled)
             tokens, size = tokens + found.tokens, size + found.file_bytes
         return StratumCalibration(tokens=tokens, bytes=size)
+
+    def finds_text(self, listing: Listing) -> bool:
+        """Whether there is text in one of the next files, though there is none where the samples are taken."""
+        read = set(self.paths)
+        files = (file for files in listing.files for file in files if file.path not in read)
+        for file in itertools.islice(files, MORE_FILES):
+            self._of([file], SAMPLE_BYTES)
+            if self.tokens:
+                return True
+        return False
+
+    def describe(self) -> str:
+        """The files that were read, in words."""
+        more = f" and {len(self.paths) - 3:,} more files" if len(self.paths) > 3 else ""
+        return ", ".join(sorted(self.paths)[:3]) + more
 
     def _count(self, texts: list[str]) -> int:
         tokens = sum(len(ids) + 1 for ids in self._encoder.encode(texts, self._markers))

@@ -162,6 +162,9 @@ def test_numbers_are_taken_over_for_the_same_source_alone(tmp_path: Path, tokeni
     line = make_line(tmp_path / "two", tokenizer, others, 320, None, calibration_from=known)
     found = {name: s.strata["a"].tokens == 777 for name, s in line.calibration().sources.items()}
     assert found == {"same": True, "globs": False, "new": False}
+    whole = [source("same", root, stratum={"by": "directory", "depth": 0})]  # the same source without that stratum
+    other_strata = make_line(tmp_path / "whole", tokenizer, whole, 320, None, calibration_from=known)
+    assert other_strata.calibration().sources["same"].strata["."].bytes > 0
     assert line.calibration().rates(line.source("same"), line.listing("same"))[0].tokens == Fraction(
         7770, 10
     ) * Fraction(7, 10)
@@ -255,6 +258,14 @@ def test_a_stratum_without_any_text_in_its_sample_takes_its_part_later(tmp_path:
         (tmp_path / "text" / path).write_bytes(b"\xff" * calibration_module.SAMPLE_BYTES)
     line = make_line(work, tokenizer, sources, 320, None)
     assert line.calibration().sources["web"].strata["b"].tokens == 0
+    for path in (tmp_path / "text").rglob("*.txt"):
+        path.write_bytes(b"\xff" * calibration_module.SAMPLE_BYTES)
+    with pytest.raises(Refusal, match=r"its reader \(text\) finds no text in a/0.*63 more files. Correct reader"):
+        make_line(tmp_path / "none", tokenizer, sources, 320, None)
+    assert not (tmp_path / "none").exists()
+    write_tree(tmp_path / "text", tree)
+    for path in order[:3]:
+        (tmp_path / "text" / path).write_bytes(b"\xff" * calibration_module.SAMPLE_BYTES)
     before = contents(line.work / "sources")
     prepare(line, 1)
     shares = manifest_of(line, 1)["sources"]["web"]["shares"]
