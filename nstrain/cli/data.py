@@ -285,7 +285,9 @@ def status(work: Work, as_json: AsJson = False) -> None:
     if found.preparer is not None:
         stage = found.preparer.stage.replace("_", " ")
         running = "" if found.preparing else " (not running)"
-        rows.append(("preparer", f"{stage}, cycle {found.preparer.cycle}{running}"))
+        encoded = found.preparer.encoded_tokens
+        so_far = f", {human_count(encoded)} tokens opened, {found.preparer.progress:.0%} written" if encoded else ""
+        rows.append(("preparer", f"{stage}, cycle {found.preparer.cycle}{so_far}{running}"))
         if (download := found.preparer.download_progress) is not None:
             rows.append(("", f"{download.source}: {download.describe()}"))
         if found.preparer.error:

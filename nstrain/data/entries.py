@@ -93,8 +93,10 @@ class FileRequest:
         return derive_key("documents", self.file.path, self.file.sha256, *of_stratum)
 
 
-def open_file(request: FileRequest, encoder: Encoder, tick: Callable[[], None] = lambda: None) -> None:
-    """Read and encode a file, and put its entry in place as a whole. `tick` is called now and then; it may raise.
+def open_file(request: FileRequest, encoder: Encoder, tick: Callable[[int], None] = lambda tokens: None) -> None:
+    """Read and encode a file, and put its entry in place as a whole.
+
+    `tick` is called now and then, and at the end, with the tokens that were encoded since; it may raise.
 
     Raises what `read_pinned` does, and `DiskFull`.
     """
@@ -110,8 +112,9 @@ def open_file(request: FileRequest, encoder: Encoder, tick: Callable[[], None] =
                 lengths.append(len(ids) + 1)
                 since_tick += len(ids) + 1
                 if since_tick > TICK_TOKENS:
-                    tick()
+                    tick(since_tick)
                     since_tick = 0
+            tick(since_tick)
             order = keyed_permutation(request.key, len(lengths))
             spilled = np.array(lengths, np.int64)
             table = np.zeros(len(order), DOCUMENT)

@@ -65,7 +65,7 @@ class OpenedFiles:
         if opened is None:
             self._on_open()
             self._supply.fetch([request.file])
-            open_file(request, self.encoder, self._on_open)
+            open_file(request, self.encoder, self._encoded)
             opened = load_entry(request.entry, request.file, verify=False)
             assert opened is not None, f"{request.entry} was written a moment ago"
             self._supply.release(request.file)
@@ -92,6 +92,11 @@ class OpenedFiles:
         with contextlib.closing(self._supply.fetched(list(by_file), lambda: pool.busy)) as coming:
             arrivals = ([by_file[file] for file in files] for files in coming)
             pool.open_as_they_come(arrivals, lambda done, total: self._on_open(), self._release)
+
+    def _encoded(self, tokens: int) -> None:
+        if self._pool is not None:
+            self._pool.encoded_tokens += tokens
+        self._on_open()
 
     def _release(self, opened: Sequence[FileRequest]) -> None:
         for request in opened:

@@ -121,6 +121,8 @@ class OpenerPool:
         self._waiting: deque[tuple[int, _Task]] = deque()
         """Tasks that no worker has yet, with their places."""
         self._failed_starts = 0
+        self.encoded_tokens = 0
+        """Tokens of the files that were opened or are being opened, since it was last set to 0: a sign of life."""
 
     @property
     def busy(self) -> bool:
@@ -167,12 +169,17 @@ class OpenerPool:
     def _open_here(self, arrivals: Iterable[Sequence[FileRequest]], progress: OnBytes, opened: OnOpened) -> None:
         """Without a worker: one file after another, in the order in which tasks of them would be handed out."""
         done = total = 0
+
+        def tick(tokens: int) -> None:
+            self.encoded_tokens += tokens
+            progress(done, total)
+
         for requests in arrivals:
             tasks = _grouped(requests)
             total += sum(task.bytes for task in tasks)
             for request in (request for task in tasks for request in task.requests):
                 progress(done, total)
-                open_file(request, self._encoder, lambda: progress(done, total))  # noqa: B023 - called before the next
+                open_file(request, self._encoder, tick)
                 done += request.file.size
                 opened([request])
 
@@ -213,6 +220,8 @@ class OpenerPool:
                     continue
                 if not alive:
                     died[place] = task_of, worker.process.wait()
+                    continue
+                if worker.task is not None:  # it only says how far it is
                     continue
                 done += task_of.bytes
                 if reply is None:
@@ -256,6 +265,9 @@ class OpenerPool:
             return False, None
         if not worker.ready:
             self._greet(worker, reply)
+            return True, None
+        if isinstance(reply, int):
+            self.encoded_tokens += reply
             return True, None
         worker.task, worker.tasks_done = None, worker.tasks_done + 1
         if worker.used_up():

@@ -2,23 +2,26 @@
 
 It is started with the number of a socket, and sends None to ask for the encoder. It gets the encoder, and sends the
 hash of its canary, or the error. Then come tasks - lists of file requests - until the socket closes; for each it sends
-None or the error that ended it. A thread listens, so the worker is gone the moment its parent is, whatever it does. It
-ignores the signals that a terminal or a service manager sends to a whole group: its parent decides.
+numbers of tokens that it has encoded, and at last None or the error that ended it. A thread listens, so the worker is
+gone the moment its parent is, whatever it does. It ignores the signals that a terminal or a service manager sends to a
+whole group: its parent decides.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from nstrain.base.errors import NstrainError
 from nstrain.data.encode import Encoder
-from nstrain.data.entries import FileRequest, open_file
+from nstrain.data.entries import TICK_TOKENS, FileRequest, open_file
 from nstrain.data.opener_pool import WorkerFailed
 
 
@@ -38,8 +41,30 @@ def main() -> None:
     tasks: queue.SimpleQueue[list[FileRequest]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, tasks), daemon=True).start()
     connection.send(encoder.canary_sha256)
+    told = _Told(connection)
     while True:
-        connection.send(_run(tasks.get(), encoder))
+        ended = _run(tasks.get(), encoder, told.encoded)
+        told.tell()
+        connection.send(ended)
+
+
+class _Told:
+    """Tells the parent how many tokens were encoded; of small files together."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._tokens = connection, 0
+
+    def encoded(self, tokens: int) -> None:
+        """So many more."""
+        self._tokens += tokens
+        if self._tokens > TICK_TOKENS:
+            self.tell()
+
+    def tell(self) -> None:
+        """Say it now."""
+        with contextlib.suppress(OSError):  # the parent is gone: the thread ends this process
+            self._connection.send(self._tokens)
+        self._tokens = 0
 
 
 def _listen(connection: Connection, tasks: queue.SimpleQueue[list[FileRequest]]) -> None:
@@ -50,10 +75,10 @@ def _listen(connection: Connection, tasks: queue.SimpleQueue[list[FileRequest]])
         os._exit(0)
 
 
-def _run(task: list[FileRequest], encoder: Encoder) -> Exception | None:
+def _run(task: list[FileRequest], encoder: Encoder, tick: Callable[[int], None]) -> Exception | None:
     try:
         for request in task:
-            open_file(request, encoder)
+            open_file(request, encoder, tick)
     except MemoryError:
         os._exit(1)  # as good as killed for its memory: the parent tries each file alone
     except (NstrainError, OSError) as error:

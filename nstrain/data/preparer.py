@@ -70,6 +70,9 @@ class PreparerStatus:
     again and again; None if it had room."""
     disk_full_tries: int = 0
     """How often it has found no room since then."""
+    encoded_tokens: int = 0
+    """Of preparing and downloading: tokens of the files that were opened for the cycle so far. Nearly all of a cycle's
+    time goes into them, before anything of it is written; so this is the sign of life."""
 
     @property
     def download_progress(self) -> DownloadProgress | None:
@@ -108,6 +111,7 @@ class Preparer:
         self._shown_at = self._fetching_at = 0.0
         self._disk_full_since: float | None = None
         self._disk_full_tries = 0
+        self._encoded_tokens: Callable[[], int] = lambda: 0
         self._status = PreparerStatus(os.getpid(), "", 0, 0.0, time.time(), None)  # none of the stages: shown never
 
     def run(self) -> ExitCode:
@@ -118,6 +122,7 @@ class Preparer:
             discard_partial_cycles(self.line)
             encoder = self.line.encoder()
             with OpenerPool(encoder, self._workers) as pool:
+                self._encoded_tokens = lambda: pool.encoded_tokens
                 while True:
                     try:
                         code = self._step(encoder, pool)
@@ -156,6 +161,7 @@ class Preparer:
             return None
         if (self._status.stage, self._status.cycle) != ("waiting_disk", cycle):  # else once it gets on
             self._show("preparing", cycle)
+        pool.encoded_tokens = 0
         prepare_cycle(self.line, cycle, encoder, lambda share: self._progress(cycle, share), pool, self._downloading)
         self._disk_full_since, self._disk_full_tries = None, 0
         return None
@@ -238,8 +244,9 @@ class Preparer:
         full_since, tries = self._disk_full_since, self._disk_full_tries
         same = (stage, cycle) == (self._status.stage, self._status.cycle)
         since = full_since if stage == "waiting_disk" else self._status.since if same else None
+        encoded = self._encoded_tokens() if stage in ("preparing", "downloading") else 0
         status = PreparerStatus(
-            os.getpid(), stage, cycle, progress, since or time.time(), error, download, full_since, tries
+            os.getpid(), stage, cycle, progress, since or time.time(), error, download, full_since, tries, encoded
         )
         if status != self._status:
             self._status, self._shown_at = status, time.monotonic()

@@ -72,7 +72,7 @@ def built(many: Many, tmp_path_factory: pytest.TempPathFactory) -> Built:
     line = many.copy(tmp_path_factory.mktemp("built"))
     read: list[list[tuple[int, int]]] = []
 
-    def counted(request: FileRequest, encoder: Encoder, tick: Callable[[], None] = lambda: None) -> None:
+    def counted(request: FileRequest, encoder: Encoder, tick: Callable[[int], None] = lambda n: None) -> None:
         read[-1].append((request.file.stratum, request.file.order))
         open_file(request, encoder, tick)
 

@@ -19,6 +19,9 @@ from nstrain.base.detach import start_in_background
 from nstrain.base.errors import DiskFull, Exhausted, ExitCode, NstrainError, Refusal
 from nstrain.base.logs import ROTATE_BYTES, old_log
 from nstrain.data import cycles as cycles_module
+from nstrain.data import entries as entries_module
+from nstrain.data import opener_pool as opener_pool_module
+from nstrain.data import preparer as preparer_module
 from nstrain.data.consumers import Consumer, read_consumers, write_consumer
 from nstrain.data.cycles import cycles_on_disk
 from nstrain.data.line import DataLine
@@ -119,6 +122,22 @@ def test_a_deleted_cycle_comes_back_for_a_consumer_that_went_back(line: DataLine
     assert cycles_on_disk(line) == [3, 4, 6]
     gone = tuple(f"cycles/{k:06d}" for k in (1, 2, 5))
     assert prepared(line) == {name: data for name, data in before.items() if not name.startswith(gone)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_it_shows_that_it_opens_files_before_anything_is_written(
+    line: DataLine, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """Else it is taken for silent: nearly all of a cycle's time goes into its files."""
+    monkeypatch.setattr(preparer_module, "SHOW_EVERY_S", 0.0)
+    monkeypatch.setattr(entries_module, "TICK_TOKENS", 50)
+    monkeypatch.setattr(opener_pool_module, "TASK_BYTES", 500)
+    seen: list[PreparerStatus] = []
+    run_preparer(line.work, until_cycle=1, on_status=seen.append, workers=workers)
+    encoded = [s.encoded_tokens for s in seen if s.stage == "preparing" and s.progress == 0]
+    assert len(encoded) > 4
+    assert encoded == sorted(set(encoded)), "each status shows that it has got on"
+    assert seen[-1].encoded_tokens == 0
 
 
 def test_of_the_cycles_between_two_consumers_only_those_that_are_due_come_back(line: DataLine) -> None:
@@ -364,8 +383,6 @@ def test_a_preparer_that_waits_for_the_disk_can_be_stopped(line: DataLine) -> No
 
 
 def test_no_room_for_its_own_records_is_waited_for_too(line: DataLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nstrain.data import preparer as preparer_module
-
     failures = 3
     real = preparer_module.atomic_write_json
 

@@ -218,16 +218,20 @@ def test_a_tick_may_stop_the_opening_in_the_middle(
     monkeypatch.setattr(entries, "TICK_TOKENS", 100)
     path = write_texts(tmp_path / "r.jsonl", [prose(n, 30) for n in range(50)])
     asked = request(source_of(tmp_path, "jsonl"), path, tmp_path / "open" / "e")
-    ticks: list[None] = []
+    ticks: list[int] = []
 
-    def tick() -> None:
-        ticks.append(None)
+    def tick(tokens: int) -> None:
+        ticks.append(tokens)
         if len(ticks) == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         open_file(asked, encoder, tick)
     assert list((tmp_path / "open").iterdir()) == []
+    open_file(asked, encoder, tick)
+    entry = load_entry(asked.entry, asked.file, verify=True)
+    assert entry is not None
+    assert sum(ticks[3:]) == len(entry.tokens)
 
 
 def test_opened_files_read_the_strata_of_their_listing(tmp_path: Path, encoder: Encoder) -> None:
@@ -240,14 +244,14 @@ def test_opened_files_read_the_strata_of_their_listing(tmp_path: Path, encoder: 
     cache.prefetch([(0, 0), (1, 0)])  # there is no pool
     assert (cache.stratum_name(1), asked) == ("en", [])
     assert [cache.get(stratum, 0).documents for stratum in (0, 1)] == [10, 20]
-    assert len(asked) == 2
+    assert len(asked) == 2 * 2, "as each begins and as it ends"
     assert cache.get(1, 0) is cache.get(1, 0)
     cache.forget({(1, 0)})
     assert len(list((tmp_path / "open").iterdir())) == 1
     assert cache.get(1, 0).documents == 20
-    assert len(asked) == 2
+    assert len(asked) == 2 * 2
     assert cache.get(0, 0).documents == 10
-    assert len(asked) == 3
+    assert len(asked) == 3 * 2
 
 
 # ------------------------------------------------------------------ long texts in pieces

@@ -127,6 +127,7 @@ def test_opened_files_finds_what_its_pool_made(tmp_path: Path, encoder: Encoder)
         cache.prefetch([(0, n) for n in range(6)])
         ticks = len(opened_here)
         assert ticks > 0
+        assert pool.encoded_tokens == sum(len(cache.get(0, n).tokens) for n in range(6))
         made = contents(tmp_path / "open")
         assert len(made) == 6
         assert [cache.get(0, n).file for n in range(6)] == list(files[:6])
@@ -134,7 +135,7 @@ def test_opened_files_finds_what_its_pool_made(tmp_path: Path, encoder: Encoder)
         assert len(opened_here) == ticks
     cache = opened_files(None)
     assert cache.get(0, 7).file == files[7]
-    assert len(opened_here) == ticks + 1
+    assert len(opened_here) == ticks + 2, "as it begins and as it ends"
     assert made.items() <= contents(tmp_path / "open").items()
 
 
