@@ -1,10 +1,11 @@
 """`nstrain data exclude`: a file that cannot be used is left out, and the line goes on without it.
 
 A file is pinned when the line is made and read when a cycle opens it, weeks later perhaps; if it was uploaded damaged,
-trying again comes to the same end. Leaving it out is a person's decision, which line.json records: from the first cycle
-that has no manifest yet on, the file is passed over. Cycles that were made stay the bytes that they are, also when they
-are made again, since each leaves out what it left out then; their manifests say so too. What is to come follows from
-line.json alone. The file keeps its place in its stratum's order, and the line its id: those who train on it go on.
+trying again comes to the same end, and if it is gone from everywhere by then too. Leaving it out is a person's
+decision, which line.json records: from the first cycle that has no manifest yet on, the file is passed over. Cycles
+that were made stay the bytes that they are, also when they are made again, since each leaves out what it left out then;
+their manifests say so too. What is to come follows from line.json alone. The file keeps its place in its stratum's
+order, and the line its id: those who train on it go on.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from nstrain.base.errors import Refusal
 from nstrain.data.line import DataLine, Exclusion
 from nstrain.data.manifest import last_prepared, refuse_edited_pasts, states_before
 from nstrain.data.readers import UnusableFile
+from nstrain.data.readers.errors import FileRefusal
 from nstrain.data.sources import PinnedFile
 from nstrain.data.state import SourceState
 
@@ -28,10 +30,19 @@ def leaving_out_is_offered(line: DataLine) -> Iterator[None]:
     """Where a line reads files that no cycle has opened before: say of one that cannot be used how to leave it out."""
     try:
         yield
-    except UnusableFile as error:
+    except FileRefusal as error:
+        if not error.path:
+            raise
         end_of_options = ["--"] if error.path.startswith("-") else []
         options = ("--work", line.work, "--source", error.source, *end_of_options)
         command = typed("nstrain", "data", "exclude", *options, error.path)
+        if not isinstance(error, UnusableFile):
+            told_of_gone = type(error)(
+                f"{error}. If it cannot be had any more: `{command}` leaves the file out of all that is still to be "
+                "prepared, and what was prepared and trained stays as it is"
+            )
+            told_of_gone.found_in(error.source, error.path)
+            raise told_of_gone from None
         told = type(error)(
             error.fault,
             f". Trying again does not mend it; `{command}` leaves the file out of all that is still to be prepared, "

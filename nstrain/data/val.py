@@ -25,9 +25,10 @@ from nstrain.data.encode import Encoder
 from nstrain.data.exclude import leaving_out_is_offered
 from nstrain.data.line import DataLine
 from nstrain.data.order import refuse_row_length
-from nstrain.data.readers import UnusableFile, read_pinned
+from nstrain.data.readers import read_pinned
+from nstrain.data.readers.errors import FileRefusal
 from nstrain.data.sources import PinnedFile, SourceSettings
-from nstrain.data.supply import OnDownload, fetched_nothing
+from nstrain.data.supply import OnDownload, Supply, fetched_nothing
 
 VALIDATION_FORMAT = 2
 DEFAULT_UNITS = 16
@@ -117,7 +118,8 @@ def _gather(
     left_out = {file.path for file in line.settings.excluded if file.source == name}
     supplied, listing = line.supplied(name, on_download), line.listing(name)
     source, supply = supplied.settings, supplied.supply
-    supply.fetch([files[0] for files in listing.files])  # most strata need no other; they stay until they are opened
+    first = [files[0] for files in listing.files if files[0].path not in left_out]
+    supply.fetch(first)  # most strata need no other; they stay until they are opened
     markers = encoder.marker_ids(source.markers, name)
     sizes = listing.bytes_by_stratum
     gathered = [_Gathered() for _ in listing.strata]
@@ -129,9 +131,9 @@ def _gather(
         for file in listing.files[stratum]:
             if into.count >= want:
                 break
-            supply.fetch([file])
-            if file.path in left_out and not _is_usable(source, file, listing.strata[stratum]):
+            if file.path in left_out and not _is_usable(supply, source, file, listing.strata[stratum]):
                 continue
+            supply.fetch([file])
             rows = read_pinned(source, file, listing.strata[stratum])
             held_out = (row.text for row in rows if row.text is not None and source.is_held_out(row.text))
             while texts := _some(held_out):
@@ -152,12 +154,13 @@ def _gather(
     }
 
 
-def _is_usable(source: SourceSettings, file: PinnedFile, stratum: str) -> bool:
-    """Whether a file can be read to its end."""
+def _is_usable(supply: Supply, source: SourceSettings, file: PinnedFile, stratum: str) -> bool:
+    """Whether a file can be had, and read to its end."""
     try:
+        supply.fetch([file])
         for _ in read_pinned(source, file, stratum):
             pass
-    except UnusableFile:
+    except FileRefusal:
         return False
     return True
 

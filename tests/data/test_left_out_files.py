@@ -41,7 +41,7 @@ from nstrain.data.extend import extend_line
 from nstrain.data.line import DataLine
 from nstrain.data.plan import plan_line
 from nstrain.data.preparer import cannot_pass, preparer_lock, read_status, run_preparer
-from nstrain.data.readers import BadUpload
+from nstrain.data.readers import BadUpload, ChangedFile
 from nstrain.data.rebuild import rebuild_in_line
 from nstrain.data.rows import CycleRows
 from nstrain.data.val import collect_held_out
@@ -370,6 +370,26 @@ def test_held_out_text_is_the_same_before_and_after(line: DataLine, through: Dat
     shutil.copytree(through.work, tmp_path / "other", ignore=shutil.ignore_patterns("val"))
     other = DataLine.open(tmp_path / "other")
     assert collect_held_out(other, 4000)["sources"]["web"] == more, "whatever else is left out"
+
+
+def test_a_file_that_is_gone_may_be_left_out_as_well(
+    line: DataLine, through: DataLine, bad_path: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "web"
+    shutil.copytree(line.source("web").root, root)
+    settings = json.loads((line.work / "line.json").read_text())
+    settings["sources"][0]["settings"]["path"] = str(root)
+    (line.work / "line.json").write_text(json.dumps(settings))
+    (root / bad_path).unlink()
+    line = DataLine.open(line.work)
+    with pytest.raises(ChangedFile, match="cannot be read .*restore the file .*If it cannot be had any more") as error:
+        prepare(line)
+    assert typed_in(COMMAND.findall(str(error.value))[0]).exit_code == 0
+    line = DataLine.open(line.work)
+    prepare(line)
+    assert contents(line.work / "cycles") == contents(through.work / "cycles")
+    shutil.rmtree(line.work / "val")
+    collect_held_out(line, 4000)
 
 
 def test_who_opened_the_line_before_reads_the_cycles_made_since(stopped: DataLine, through: DataLine) -> None:

@@ -308,7 +308,8 @@ def test_a_pinned_revision_that_vanishes_is_survived_or_named(
     files = corpora.repos[repo].pop(old)
     missing = line.listing("code-l3").file(0, 1).path
     corpora.add(repo, {path: file for path, file in files.items() if path != missing}, "5" * 40)
-    with pytest.raises(FileVanished, match=rf"code-l3.*{missing.rpartition('/')[2]}.*RevisionNotFound.*EntryNotFound"):
+    words = rf"code-l3.*{missing.rpartition('/')[2]}.*RevisionNotFound.*EntryNotFound.*`nstrain data exclude --work "
+    with pytest.raises(FileVanished, match=words):
         prepare(line)
     assert status_of(line.work)["stage"] == "failed"
     corpora.add("copy/of-code", files)

@@ -24,6 +24,7 @@ from nstrain.data.hub.download import Place, WantedFile, Watch, download, refuse
 from nstrain.data.hub.errors import Offline
 from nstrain.data.hub.http import Cancel
 from nstrain.data.hub.patience import Patience, patience
+from nstrain.data.readers.errors import FileRefusal
 from nstrain.data.sources import PinnedFile, SourceSettings, resolve_inside
 
 PARTS = ".parts"
@@ -178,7 +179,11 @@ class Downloads:
             raise Offline(
                 f"{wanted.name} has to be fetched, but HF_HUB_OFFLINE is set; unset it, or put the file there"
             )
-        download(wanted, places(source, file.path), self._limits, cancel, meter.of(wanted))
+        try:
+            download(wanted, places(source, file.path), self._limits, cancel, meter.of(wanted))
+        except FileRefusal as error:
+            error.found_in(source.name, file.path)
+            raise
         meter.finished(wanted.part)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nstrain.base.errors import Refusal
+from nstrain.data.readers.errors import FileRefusal
 
 
 class HubRefusal(Refusal):
@@ -21,11 +22,11 @@ class NotOnHub(HubRefusal):
     """A repository or a revision that does not exist (or is hidden from this token)."""
 
 
-class FileVanished(HubRefusal):
+class FileVanished(HubRefusal, FileRefusal):
     """A pinned file that is at its pinned revision no more, nor with the same bytes anywhere else."""
 
 
-class WrongBytes(HubRefusal):
+class WrongBytes(HubRefusal, FileRefusal):
     """A pinned file of which every place gives other bytes than the pinned ones, however often it is fetched."""
 
 

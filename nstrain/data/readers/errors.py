@@ -18,15 +18,24 @@ import pyarrow as pa
 from nstrain.base.errors import Refusal
 
 
-class ChangedFile(Refusal):
-    """A file whose bytes are not those that the line pinned, or that is gone."""
-
-
-class UnusableFile(Refusal):
-    """A file with the pinned bytes of which no text can be had, however often it is tried."""
+class FileRefusal(Refusal):
+    """A file of a source of which no text can be had now; a person may decide to leave it out (`data exclude`)."""
 
     source = path = ""
     """Its source's name and its pinned path, once they are known (`found_in`)."""
+
+    def found_in(self, source: str, path: str) -> None:
+        """Note which pinned file it is."""
+        self.source, self.path = source, path
+
+
+class ChangedFile(FileRefusal):
+    """A file whose bytes are not those that the line pinned, or that is gone."""
+
+
+class UnusableFile(FileRefusal):
+    """A file with the pinned bytes of which no text can be had, however often it is tried."""
+
     may_pass = False
     """Whether it may be the machine's fault all the same: the reader was killed, as it is when memory runs out."""
 
@@ -37,10 +46,6 @@ class UnusableFile(Refusal):
 
     def __str__(self) -> str:
         return self.fault + self.remedy
-
-    def found_in(self, source: str, path: str) -> None:
-        """Note which pinned file it is."""
-        self.source, self.path = source, path
 
 
 class BadUpload(UnusableFile):

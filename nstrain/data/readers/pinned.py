@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nstrain.base.disk import sha256_file
-from nstrain.data.readers.errors import ChangedFile, UnusableFile
+from nstrain.data.readers.errors import ChangedFile, FileRefusal
 from nstrain.data.readers.formats import read_rows
 from nstrain.data.readers.rows import Row
 from nstrain.data.sources import PinnedFile, SourceSettings, resolve_inside
@@ -20,15 +20,15 @@ def read_pinned(source: SourceSettings, file: PinnedFile, stratum: str) -> Itera
     written to in between), `BadUpload` or `MissingColumn` if they are no readable file of the source's format.
     """
     path = resolve_inside(source.root, file.path)
-    before = verify_pinned(path, file, source.name)
     only = stratum if source.rows.stratum_column is not None else None
     try:
+        before = verify_pinned(path, file, source.name)
         yield from read_rows(source.rows, path, f"source {source.name}: {path}", only)
-    except UnusableFile as error:
+        if _stamp(path.stat()) != before:
+            raise ChangedFile(f"source {source.name}: {path} was written to while it was read; {_remedy(file)}")
+    except FileRefusal as error:
         error.found_in(source.name, file.path)
         raise
-    if _stamp(path.stat()) != before:
-        raise ChangedFile(f"source {source.name}: {path} was written to while it was read; {_remedy(file)}")
 
 
 def verify_pinned(path: Path, file: PinnedFile, source: str) -> tuple[int, ...]:
