@@ -247,9 +247,10 @@ def _show_plan(work: Path, planned: LinePlan) -> None:
     ]
     heads = ("source", "left (about)", "next cycle", "schedule takes", "runs out")
     print(table(f"{work} from cycle {planned.next_cycle}", heads, rows))
+    tables = f" and {human_bytes(planned.tables_bytes)} of tables of documents" if planned.tables_bytes else ""
     print(
-        f"a cycle: {human_bytes(planned.cycle_bytes)} of token files, about {human_seconds(planned.prepare_s)} to "
-        "encode with one worker"
+        f"a cycle: {human_bytes(planned.cycle_bytes)} of token files{tables}, about {human_seconds(planned.prepare_s)} "
+        "to encode with one worker"
     )
     fetched = f", and {human_bytes(planned.downloads_bytes)} fetched" if planned.downloads_bytes else ""
     print(

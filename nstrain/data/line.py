@@ -254,7 +254,7 @@ class DataLine:
         return self.schedule.cycle(cycle)
 
     def cycle_bytes(self, cycle: int) -> int:
-        """Bytes of a cycle's tokens on disk (its tables of documents are small)."""
+        """Bytes of a cycle's tokens on disk (what its tables of documents take: `cycle_tables_bytes`)."""
         plan = self.cycle_plan(cycle)
         return (plan.tokens + len(plan.sources)) * self.token_dtype.itemsize
 

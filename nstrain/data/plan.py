@@ -19,6 +19,7 @@ from nstrain.data.manifest import states_before
 from nstrain.data.opening import expected_left, expected_opened
 from nstrain.data.room import CheckpointRoom, DiskRoom, disk_room
 from nstrain.data.supply import DOWNLOADS
+from nstrain.data.tables import cycle_tables_bytes, opened_token_bytes
 from nstrain.line.listing import DiskForecast, forecast_of, keeping_of, list_checkpoints
 from nstrain.line.paths import LinePaths
 
@@ -82,6 +83,8 @@ class LinePlan:
     cycle_count: int | None
     cycle_bytes: int
     """Token files of the next cycle (a cycle in use and one ahead are on disk together)."""
+    tables_bytes: int
+    """Its tables of documents, about; 0 while nothing is known of how long documents are."""
     opens_bytes: int
     """What is opened for it, about, in open/ until it is done."""
     open_bytes: int = dataclasses.field(compare=False)
@@ -141,7 +144,8 @@ def plan_line(line: DataLine) -> LinePlan | None:
         next_cycle=upcoming,
         cycle_count=count,
         cycle_bytes=line.cycle_bytes(upcoming),
-        opens_bytes=sum(plan.opens_tokens for plan in plans) * line.token_dtype.itemsize,
+        tables_bytes=cycle_tables_bytes(line, upcoming),
+        opens_bytes=int(sum(p.opens_tokens * opened_token_bytes(line, p.source, before[p.source]) for p in plans)),
         open_bytes=bytes_below(line.work / "open"),
         downloads_bytes=bytes_below(line.work / DOWNLOADS),
         prepare_s=first.tokens / calibration.tokens_per_s,

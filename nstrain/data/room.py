@@ -21,6 +21,7 @@ from nstrain.data.consumers import read_consumers
 from nstrain.data.line import DataLine
 from nstrain.data.manifest import states_before
 from nstrain.data.opening import expected_opened
+from nstrain.data.tables import cycle_tables_bytes, opened_token_bytes
 from nstrain.line.room import RoomNeeded, room_for_checkpoints
 
 LOOK_EVERY_S = 1.0
@@ -30,8 +31,8 @@ SURE_S = 0.5
 """Room that is short is looked at again after this: what is removed is not free at once."""
 
 BESIDE_TOKENS_SHARE = 1 / 8
-"""What a cycle may take beyond its tokens and the files that it is expected to open, as a share of the tokens: tables
-of documents, what the estimate of the files misses."""
+"""What a cycle may take beyond its tokens, its tables and the files that it is expected to open, as a share of the
+tokens: what the estimates miss."""
 
 GIVEN_UP_SHARE = 1 / 4
 """What it is to have in addition for each time that it was given up, so that this does not go on for ever."""
@@ -89,7 +90,7 @@ class CheckpointRoom:
         self._given_up = (0, 0)
         """A cycle, and how often it was given up half-made."""
         self._opened: tuple[int, dict[str, int]] = (0, {})
-        """A cycle, and the tokens of the files that will be open for it, by source."""
+        """A cycle, and the bytes of the files that will be open for it, by source."""
 
     def refuse_to_begin(self, cycle: int) -> None:
         """Raise `DiskFull` unless a cycle fits beside the room."""
@@ -98,6 +99,7 @@ class CheckpointRoom:
             return
         beside = BESIDE_TOKENS_SHARE + GIVEN_UP_SHARE * self._times_given_up(cycle)
         takes_bytes = round(self._line.cycle_bytes(cycle) * (1 + beside)) + self._opens_bytes(cycle)
+        takes_bytes += cycle_tables_bytes(self._line, cycle)
         needed_bytes = takes_bytes + sum(room.for_checkpoints.values()) + self._between_looks(cycle)
         if room.free_bytes < needed_bytes:
             what = f"cycle {cycle} takes about {human_bytes(takes_bytes)}"
@@ -125,7 +127,7 @@ class CheckpointRoom:
 
     def _opens_bytes(self, cycle: int) -> int:
         if self._opened[0] != cycle:
-            self._opened = (cycle, _opened_tokens(self._line, cycle))
+            self._opened = (cycle, _opened_bytes(self._line, cycle))
         return _bytes_to_open(self._line, self._opened[1])
 
     def _between_looks(self, cycle: int) -> int:
@@ -143,21 +145,21 @@ class CheckpointRoom:
 
 def bytes_to_open(line: DataLine, cycle: int) -> int:
     """What open/ will take, about, until a cycle is done, beyond what lies there now."""
-    return _bytes_to_open(line, _opened_tokens(line, cycle))
+    return _bytes_to_open(line, _opened_bytes(line, cycle))
 
 
-def _bytes_to_open(line: DataLine, tokens_by_source: dict[str, int]) -> int:
-    itemsize, place = line.token_dtype.itemsize, line.work / "open"
-    return sum(max(0, tokens * itemsize - bytes_below(place / name)) for name, tokens in tokens_by_source.items())
+def _bytes_to_open(line: DataLine, bytes_by_source: dict[str, int]) -> int:
+    return sum(max(0, size - bytes_below(line.work / "open" / name)) for name, size in bytes_by_source.items())
 
 
-def _opened_tokens(line: DataLine, cycle: int) -> dict[str, int]:
-    """Tokens of the files that are open, about, while a cycle is made: those open before and those opened for it."""
+def _opened_bytes(line: DataLine, cycle: int) -> dict[str, int]:
+    """Bytes of the files that are open, about, while a cycle is made: those open before and those opened for it."""
     plan, before, calibration = line.cycle_plan(cycle), states_before(line, cycle), line.calibration()
     found = {}
     for name, targets in zip(plan.sources, plan.source_tokens, strict=True):
         listing, state = line.listing_for(name, cycle), before[name]
         rates, open_files = calibration.rates(line.source(name), listing), line.settings.open_files
-        found[name] = sum(file.tokens for stratum in state.strata for file in stratum.open)
-        found[name] += expected_opened(listing, state, rates, targets, open_files)
+        tokens = sum(file.tokens for stratum in state.strata for file in stratum.open)
+        tokens += expected_opened(listing, state, rates, targets, open_files)
+        found[name] = int(tokens * opened_token_bytes(line, name, state))
     return found

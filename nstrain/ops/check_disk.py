@@ -9,6 +9,7 @@ from nstrain.base.errors import Refusal
 from nstrain.base.units import human_bytes
 from nstrain.data.line import DataLine
 from nstrain.data.room import bytes_to_open, disk_room
+from nstrain.data.tables import cycle_tables_bytes
 from nstrain.line.checkpoint import TENSOR_FILES
 from nstrain.line.listing import forecast_of, keeping_of, list_checkpoints
 from nstrain.line.paths import LinePaths
@@ -37,7 +38,8 @@ def refuse_small_disk(paths: LinePaths, settings: RunSettings, line: DataLine, p
     cycles = range(done + 1, done + 1 + min(settings.data.ahead_cycles + 2, left))
     to_make = [number for number in cycles if not line.is_ready(number)]
     data_bytes = sum(line.cycle_bytes(number) for number in to_make)
-    data_bytes += bytes_to_open(line, to_make[0]) if to_make else 0
+    if to_make:  # how long documents are is known as of the first
+        data_bytes += bytes_to_open(line, to_make[0]) + cycle_tables_bytes(line, to_make[0]) * len(to_make)
     others = {run: room for run, room in disk_room(line).for_checkpoints.items() if Path(run) != paths.root}
     beside = f" and room for the next checkpoints of {', '.join(others)}" if others else ""
     needs = [

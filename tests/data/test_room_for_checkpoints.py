@@ -108,7 +108,7 @@ def test_it_waits_before_it_takes_the_room_of_a_checkpoint(
     assert first.cycle == 1
     planned = plan_line(line)
     assert planned is not None
-    takes = round(planned.cycle_bytes * (1 + 1 / 8)) + planned.opens_bytes
+    takes = round(planned.cycle_bytes * (1 + 1 / 8)) + planned.opens_bytes + planned.tables_bytes
     assert planned.opens_bytes > planned.cycle_bytes, "whole files are opened for it"
     assert f"cycle 1 takes about {human_bytes(takes)}; that disk has" in str(first.error)
     assert f"leaves {human_bytes(room)} for the next checkpoints of {paths.root}. Free 7" in str(first.error)
@@ -222,7 +222,8 @@ def test_a_cycle_that_was_given_up_begins_again_with_more_room_only(
     needed = needed_by(training(disk / "run", line))
     monkeypatch.setattr(room_module, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(room_module, "SURE_S", 0.0)
-    monkeypatch.setattr(room_module, "_opened_tokens", lambda line, cycle: {})
+    monkeypatch.setattr(room_module, "_opened_bytes", lambda line, cycle: {})
+    monkeypatch.setattr(room_module, "cycle_tables_bytes", lambda line, cycle: 0)
     usage = shutil.disk_usage(disk)
 
     def free(size: float) -> None:
