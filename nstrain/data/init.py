@@ -193,7 +193,7 @@ def _list(
     """A source's pinned list."""
     with _note_is_told(entry):
         if source.kind == "local":
-            return list_local(source, seed, lambda size: on_file(entry.name, size))
+            return list_local(source, seed, lambda size: on_file(entry.name, size), on_notice)
         from nstrain.data.hub.pin import list_hub
 
         return list_hub(source, seed, lambda size: on_file(entry.name, size), on_notice)

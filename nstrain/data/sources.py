@@ -270,8 +270,14 @@ class Listing:
         return listing
 
 
-def list_local(source: SourceSettings, seed: int, on_file: Callable[[int], None] = lambda size: None) -> Listing:
-    """List and hash the files of a local source; `on_file(bytes)` is called after each.
+def list_local(
+    source: SourceSettings,
+    seed: int,
+    on_file: Callable[[int], None] = lambda size: None,
+    on_notice: Callable[[str], None] = lambda text: None,
+) -> Listing:
+    """List and hash the files of a local source; `on_file(bytes)` is called after each, `on_notice` with what is left
+    out although it is there.
 
     Raises `Refusal` for a directory that is not there, a file that cannot be read, or a source without any text.
     """
@@ -279,7 +285,9 @@ def list_local(source: SourceSettings, seed: int, on_file: Callable[[int], None]
     if not root.is_dir():
         raise Refusal(f"source {source.name}: {root} is not a directory; correct its path in the recipe")
     included, excluded = matcher(source.include), matcher(source.exclude)
-    paths = [path for path in _walk(root, source.name) if included(path) and not excluded(path)]
+    paths = [path for path in _walk(root, source.name, on_notice) if included(path) and not excluded(path)]
+    for path in paths:
+        resolve_inside(root, path)
     if not paths:
         raise Refusal(
             f"source {source.name}: no file under {root} matches {list(source.include)}"
@@ -350,18 +358,29 @@ def arrange(source: SourceSettings, files: Sequence[FoundFile], seed: int) -> Li
     return Listing(strata, tuple(arranged))
 
 
-def _walk(root: Path, source: str) -> list[str]:
-    """Every entry below a directory that is not a directory, sorted; links to directories are not followed."""
-    found = []
+def _walk(root: Path, source: str, on_notice: Callable[[str], None]) -> list[str]:
+    """Every entry below a directory that is not a directory, sorted; links to directories are not followed.
+
+    What they lead to may be listed already, or have no end; that they are there is told.
+    """
+    found: list[str] = []
+    links: list[str] = []
 
     def refuse(error: OSError) -> None:
         raise Refusal(f"source {source}: {error.filename} cannot be listed ({error.strerror}); make it readable")
 
     for directory, directories, names in os.walk(root, onerror=refuse):
         directories.sort()
+        links += (path for name in directories if os.path.islink(path := os.path.join(directory, name)))
         for name in names:
             path = os.path.relpath(os.path.join(directory, name), root).replace(os.sep, "/")
             found.append(path)
+    if links:
+        more = f" and {len(links) - 1:,} more" if len(links) > 1 else ""
+        on_notice(
+            f"source {source}: {links[0]}{more}: a link to a directory, which is not followed; if its text is to be "
+            "taken, make the directory a source of its own, or mount it there"
+        )
     return sorted(found)
 
 
@@ -387,5 +406,8 @@ def resolve_inside(root: Path, relative: str) -> Path:
     """The file of a pinned path; refuses one that would lead out of the source's root."""
     parts = relative.split("/")
     if relative.startswith("/") or ".." in parts or _DRIVE.match(relative):
-        raise Refusal(f"{relative!r} leads out of its source; pinned paths are relative and hold no '..'")
+        raise Refusal(
+            f"{relative!r} under {root} leads out of its source: a pinned path is relative, holds no '..' and does not "
+            "begin with a drive as in 'c:'; rename the file, or exclude it by a glob in the recipe"
+        )
     return root.joinpath(*parts)

@@ -194,6 +194,10 @@ def links_to_a_device(root: Path) -> None:
     (root / "a" / "device.txt").symlink_to("/dev/null")
 
 
+def names_a_drive(root: Path) -> None:
+    (root / "c:notes.txt").write_text("x")
+
+
 def names_badly(root: Path) -> None:
     (root / "a" / os.fsdecode(b"\xff.txt")).write_text("x")
 
@@ -205,6 +209,7 @@ def names_badly(root: Path) -> None:
         (makes_pipe, r"a/pipe.txt is not a regular file; .*exclude it by a glob"),
         (links_to_a_device, r"a/device.txt is not a regular file"),
         (names_badly, r"the file's name is not UTF-8"),
+        (names_a_drive, r"'c:notes.txt' .*leads out of its source: .*rename the file, or exclude it by a glob"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused_by_name(
@@ -214,7 +219,11 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(
     breaks(root)
     refuse_init(tmp_path, tokenizer, [source("web", root)], f"source web: .*{match}")
     exclude = ["**/*link*", "**/*pipe*", "**/*device*", "**/[!0-9]*.txt"]
-    make_line(tmp_path / "line", tokenizer, [source("web", root, exclude=exclude)], 640, 1)
+    (root / "more").symlink_to(root / "a")
+    told: list[str] = []
+    make_line(tmp_path / "line", tokenizer, [source("web", root, exclude=exclude)], 640, 1, on_notice=told.append)
+    assert len(told) == 1
+    assert f"source web: {root}/more: a link to a directory, which is not followed" in told[0]
 
 
 def test_a_file_without_permission_is_refused_by_name(tmp_path: Path, tokenizer: Path) -> None:
