@@ -90,6 +90,16 @@ def full_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, resource.RLIM_INFINITY))
 
 
+def failing_writer() -> None:
+    """From now on whoever begins to write a checkpoint meets an error that is none of the disk's room."""
+    from nstrain.line import checkpoint
+
+    def fail(point: str) -> None:
+        raise NotADirectoryError(f"at {point}")
+
+    checkpoint.kill_point = fail
+
+
 def spoil() -> None:
     """From now on every gradient holds a NaN."""
     from nstrain.train.engine import EagerEngine
@@ -172,6 +182,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "hang deaf": hang_deaf,
     "kill supervisor": lambda: os.kill(os.getppid(), signal.SIGKILL),
     "full disk": full_disk,
+    "failing writer": failing_writer,
     "nan": spoil,
     "others": lambda: FaultCard(RUN).appear(),
     "stop": lambda: request_stop(LinePaths(RUN)),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fault_lines import plan
 from small_disk import fill, small_disk
 from small_lines import make_small_line
 from supervise_helpers import SupervisorProcess, wait_until
@@ -26,12 +27,12 @@ def reached(paths: LinePaths, update: int) -> Callable[[], bool]:
 
 
 @pytest.fixture
-def supervise() -> Iterator[Callable[[LinePaths], SupervisorProcess]]:
-    """Run a line with the real trainer and preparer; what still runs at the test's end is killed."""
+def supervise() -> Iterator[Callable[..., SupervisorProcess]]:
+    """Run a line with the real preparer and trainer (or "faulty"); what still runs at the end is killed."""
     started: list[SupervisorProcess] = []
 
-    def begin(paths: LinePaths) -> SupervisorProcess:
-        started.append(SupervisorProcess(paths, "real", "real"))
+    def begin(paths: LinePaths, trainer: str = "real") -> SupervisorProcess:
+        started.append(SupervisorProcess(paths, trainer, "real"))
         return started[-1]
 
     yield begin
@@ -41,12 +42,13 @@ def supervise() -> Iterator[Callable[[LinePaths], SupervisorProcess]]:
             supervisor.process.wait()
 
 
-def test_an_error_of_the_background_writer(tmp_path: Path, supervise: Callable[[LinePaths], SupervisorProcess]) -> None:
-    """A file lies where the checkpoint of the only cycle's end is to be made; the next trainer clears it away."""
+def test_an_error_of_the_background_writer(tmp_path: Path, supervise: Callable[..., SupervisorProcess]) -> None:
+    """At the checkpoint of the only cycle's end; the next trainer clears away what lies there half-written."""
     paths = make_small_line(tmp_path, cycles=1)
-    supervisor = supervise(paths)
+    plan(paths, {"after": 1, "do": "failing writer"})
+    supervisor = supervise(paths, "faulty")
     wait_until(reached(paths, 1))
-    (paths.checkpoints / "u00000008.partial").write_text("in the way")
+    (paths.checkpoints / "u00000008.partial").write_text("half-written")
     code, output = supervisor.wait()
     assert code == ExitCode.DONE, output
     log = paths.run_log.read_text()
@@ -59,7 +61,7 @@ def test_an_error_of_the_background_writer(tmp_path: Path, supervise: Callable[[
     assert (status(paths.root).state, status(paths.root).differences) == ("done", 0)
 
 
-def test_a_disk_that_fills_up(tmp_path: Path, supervise: Callable[[LinePaths], SupervisorProcess]) -> None:
+def test_a_disk_that_fills_up(tmp_path: Path, supervise: Callable[..., SupervisorProcess]) -> None:
     """Saved while there is room, not started again, and the same command goes on once there is room."""
     with small_disk(tmp_path / "disk", 512) as disk:
         paths = make_small_line(disk, cycles=1)
