@@ -62,7 +62,7 @@ class HeldGpu:
         `every` is how many updates lie between two looks, `own_bytes` what this process has allocated there. Raises
         `GpuTaken` if somebody is there or nobody can tell, and `Refusal` if this machine lacks a GPU or the reader.
         """
-        gpu = visible_gpu(_read_at_start(source))
+        gpu = _gpu_at_start(source)
         lease = gpu_lease(gpu.uuid, source.leases)
         try:
             # Not tried once alone: a line that waits looks at the lease, which holds it for an instant.
@@ -103,6 +103,8 @@ class HeldGpu:
         gpu = next((gpu for gpu in gpus if gpu.uuid == self.uuid), None)
         if gpu is None:
             return self._pass_over(f"{self.uuid} is not among the GPUs that the reader finds")
+        if gpu.trouble is not None:
+            return self._pass_over(f"{self.uuid}: {gpu.trouble}")
         if self._trouble is not None:
             print("the GPU's other processes can be read again", flush=True)
             self._trouble = None
@@ -141,13 +143,13 @@ class HeldGpu:
         return self.others
 
 
-def _read_at_start(source: GpuSource) -> list[Gpu]:
+def _gpu_at_start(source: GpuSource) -> Gpu:
     for _ in range(START_READINGS - 1):
         try:
-            return read_gpus(source.reader)
+            return visible_gpu(read_gpus(source.reader))
         except Unreadable as error:
             print(f"{error}; trying again", flush=True)
     try:
-        return read_gpus(source.reader)
+        return visible_gpu(read_gpus(source.reader))
     except Unreadable as error:
         raise GpuTaken(f"nobody can tell whether the GPU is free: {error}") from error

@@ -9,8 +9,10 @@ another kind may stand in its place (host.json, `gpu_reader`); it prints the sam
         "memory_tells": true, "processes": [{"pid": 1, "used_bytes": 1}]}]}
 
 in the order of the PCI bus, slices (MIG) after their GPU. A process's `used_bytes` is null if the driver does not
-tell. `memory_tells` is false where the memory in use is the operating system's to count and outlives a process. Exit
-codes: 0; 2 if the library or the driver's is missing, with a sentence on standard error; 1 for a driver's error.
+tell. `memory_tells` is false where the memory in use is the operating system's to count and outlives a process. A GPU
+that cannot be read keeps its place as {"uuid": "GPU-..." or "", "unreadable": "why"}: one that fell off the bus must
+not hide the others. Exit codes: 0; 2 if the library or the driver's is missing, with a sentence on standard error; 1
+for a driver's error.
 """
 
 from __future__ import annotations
@@ -40,9 +42,7 @@ def main() -> int:
     try:
         gpus = []
         for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            gpus.append(_describe(pynvml, handle))
-            gpus += [_describe(pynvml, part) for part in _slices(pynvml, handle)]
+            gpus += _card(pynvml, index)
     except pynvml.NVMLError as error:
         print(f"NVML: {error}", file=sys.stderr)
         return 1
@@ -50,21 +50,43 @@ def main() -> int:
     return 0
 
 
+def _card(pynvml: Any, index: int) -> list[dict[str, Any]]:
+    """A GPU and its slices. What fails for one of them says nothing of the others."""
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    except pynvml.NVMLError as error:
+        return [{"uuid": "", "unreadable": str(error)}]
+    slices = _slices(pynvml, handle)
+    return [_entry(pynvml, handle, bool(slices)), *(_entry(pynvml, part, False) for part in slices)]
+
+
+def _entry(pynvml: Any, handle: Any, is_split: bool) -> dict[str, Any]:
+    uuid = ""
+    try:
+        uuid = pynvml.nvmlDeviceGetUUID(handle)
+        # Nobody computes on a GPU that is split but in its slices, and only root may ask for all of theirs at once.
+        return {"uuid": uuid, **_describe(pynvml, handle), "processes": [] if is_split else _processes(pynvml, handle)}
+    except pynvml.NVMLError as error:
+        return {"uuid": uuid, "unreadable": str(error)}
+
+
 def _describe(pynvml: Any, handle: Any) -> dict[str, Any]:
+    reserved, tells = 0, not _is_memory_node(pynvml, handle)
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-        reserved = int(memory.reserved)
+        used, reserved, total = memory.used, memory.reserved, memory.total
     except (pynvml.NVMLError, AttributeError):
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        reserved = 0
+        try:
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            used, total = memory.used, memory.total
+        except pynvml.NVMLError_NotSupported:  # a GPU whose memory is the machine's
+            used, total, tells = 0, 0, False
     return {
-        "uuid": pynvml.nvmlDeviceGetUUID(handle),
         "name": pynvml.nvmlDeviceGetName(handle),
-        "used_bytes": int(memory.used),
-        "reserved_bytes": reserved,
-        "total_bytes": int(memory.total),
-        "memory_tells": not _is_memory_node(pynvml, handle),
-        "processes": _processes(pynvml, handle),
+        "used_bytes": int(used),
+        "reserved_bytes": int(reserved),
+        "total_bytes": int(total),
+        "memory_tells": tells,
     }
 
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nstrain.base.errors import NstrainError, Refusal
 from nstrain.settings.host import load_host
@@ -58,6 +59,8 @@ class Gpu:
     memory_tells: bool
     """Whether the memory in use is that of living processes."""
     processes: tuple[GpuProcess, ...]
+    trouble: str | None = None
+    """Why nothing of it but its place, and perhaps its uuid, could be read; None if it could."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,22 +157,25 @@ class ReadingProcess:
 def _parse(said: bytes) -> list[Gpu]:
     try:
         answer = json.loads(said)
-        return [
-            Gpu(
-                uuid=str(gpu["uuid"]),
-                name=str(gpu["name"]),
-                used_bytes=int(gpu["used_bytes"]),
-                reserved_bytes=int(gpu["reserved_bytes"]),
-                total_bytes=int(gpu["total_bytes"]),
-                memory_tells=bool(gpu["memory_tells"]),
-                processes=tuple(GpuProcess(int(found["pid"]), found["used_bytes"]) for found in gpu["processes"]),
-            )
-            for gpu in answer["gpus"]
-        ]
+        return [_parse_gpu(gpu) for gpu in answer["gpus"]]
     except (ValueError, KeyError, TypeError) as error:
         raise Unreadable(
             f"the reader of the GPUs printed something else than GPUs ({error!r}): {said[:200]!r}"
         ) from None
+
+
+def _parse_gpu(gpu: Mapping[str, Any]) -> Gpu:
+    if "unreadable" in gpu:
+        return Gpu(str(gpu["uuid"]), "", 0, 0, 0, False, (), str(gpu["unreadable"]))
+    return Gpu(
+        uuid=str(gpu["uuid"]),
+        name=str(gpu["name"]),
+        used_bytes=int(gpu["used_bytes"]),
+        reserved_bytes=int(gpu["reserved_bytes"]),
+        total_bytes=int(gpu["total_bytes"]),
+        memory_tells=bool(gpu["memory_tells"]),
+        processes=tuple(GpuProcess(int(found["pid"]), found["used_bytes"]) for found in gpu["processes"]),
+    )
 
 
 def read_gpus(command: Sequence[str], limit_s: float = READ_LIMIT_S) -> list[Gpu]:
@@ -178,22 +184,31 @@ def read_gpus(command: Sequence[str], limit_s: float = READ_LIMIT_S) -> list[Gpu
 
 
 def visible_gpu(gpus: Sequence[Gpu], environment: Mapping[str, str] = os.environ) -> Gpu:
-    """The GPU that CUDA gives a process as its first, by CUDA_VISIBLE_DEVICES. Raises `Refusal` if there is none.
+    """The GPU that CUDA gives a process as its first, by CUDA_VISIBLE_DEVICES.
 
-    Numbers are taken in the order of the PCI bus, which is CUDA's own among equal cards; the trainer compares with what
-    torch uses (held.py).
+    Raises `Refusal` if there is none, and `Unreadable` if it is, or may be, one that could not be read. Numbers are
+    taken in the order of the PCI bus, which is CUDA's own among equal cards; the trainer compares with what torch uses
+    (held.py).
     """
     first = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-    whole = [gpu for gpu in gpus if not gpu.uuid.startswith("MIG-")]
+    whole = [place for place, gpu in enumerate(gpus) if not gpu.uuid.startswith("MIG-")]
     if first.isdecimal() and int(first) < len(whole):
-        gpu = whole[int(first)]
-        slices = [part for part in gpus[gpus.index(gpu) + 1 :] if part.uuid.startswith("MIG-")]
-        return slices[0] if slices and gpus[gpus.index(gpu) + 1] is slices[0] else gpu
-    named = [gpu for gpu in gpus if first and not first.isdecimal() and gpu.uuid.startswith(first)]
-    if len(named) != 1:
-        found = ", ".join(gpu.uuid for gpu in gpus) or "none"
-        raise Refusal(f"no GPU for CUDA_VISIBLE_DEVICES={first!r}: this machine's GPUs are {found}")
-    return named[0]
+        gpu, *after = gpus[whole[int(first)] :]
+        return _readable(after[0] if after and after[0].uuid.startswith("MIG-") else gpu)
+    is_name = bool(first) and not first.isdecimal()
+    named = [gpu for gpu in gpus if is_name and gpu.uuid.startswith(first)]
+    nameless = [gpu for gpu in gpus if is_name and not gpu.uuid]
+    if len(named) == 1 or (nameless and not named):  # one whose name could not be read may be the one that is meant
+        return _readable((named or nameless)[0])
+    found = ", ".join(gpu.uuid or "one that cannot be read" for gpu in gpus) or "none"
+    raise Refusal(f"no GPU for CUDA_VISIBLE_DEVICES={first!r}: this machine's GPUs are {found}")
+
+
+def _readable(gpu: Gpu) -> Gpu:
+    """The GPU itself. Raises `Unreadable` if nothing of it was read."""
+    if gpu.trouble is not None:
+        raise Unreadable(f"the GPU {gpu.uuid or 'of this line'} cannot be read: {gpu.trouble}")
+    return gpu
 
 
 def is_ours(pid: int, line: Path) -> bool:

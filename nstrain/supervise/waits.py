@@ -82,6 +82,7 @@ class GpuGate:
         assert self._reading is not None
         try:
             gpus = self._reading.poll()
+            gpu = None if gpus is None else visible_gpu(gpus)
         except Unreadable as error:
             self._reading = None
             self._not_free(str(error))
@@ -89,10 +90,9 @@ class GpuGate:
         except BaseException:
             self._reading = None
             raise
-        if gpus is None:
+        if gpu is None:
             return False
         self._reading = None
-        gpu = visible_gpu(gpus)
         self._uuid = gpu.uuid
         if self._leased(gpu.uuid):
             return False

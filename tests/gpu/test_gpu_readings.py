@@ -29,6 +29,8 @@ from nstrain.gpu.readings import (
     read_gpus,
     visible_gpu,
 )
+from nstrain.supervise.pace import Pace
+from nstrain.supervise.waits import GpuGate
 
 LINE = Path("/lines/one")
 
@@ -136,7 +138,7 @@ def test_our_own_reader_of_a_made_up_library(tmp_path: Path) -> None:
         [sys.executable, "-m", "nstrain.gpu.reader"], capture_output=True, text=True, env=environment, cwd="/"
     )
     assert ran.returncode == 0, ran.stderr
-    plain, split, part = json.loads(ran.stdout)["gpus"]
+    plain, lost, split, part, unified, refused = json.loads(ran.stdout)["gpus"]
     assert plain == {
         "uuid": "GPU-0",
         "name": "card",
@@ -146,7 +148,11 @@ def test_our_own_reader_of_a_made_up_library(tmp_path: Path) -> None:
         "memory_tells": True,
         "processes": [{"pid": 5, "used_bytes": None}, {"pid": 6, "used_bytes": 10}],
     }
-    assert (split["uuid"], part["uuid"]) == ("GPU-1", "MIG-1-0")
+    assert lost == {"uuid": "", "unreadable": "GPU is lost"}, "it hides the others, or its place"
+    assert (split["uuid"], part["uuid"]) == ("GPU-split", "MIG-split-0")
+    assert (split["processes"], len(part["processes"])) == ([], 2), "only root may ask for all of a split card's"
+    assert (unified["total_bytes"], unified["memory_tells"], len(unified["processes"])) == (0, False, 2)
+    assert refused == {"uuid": "GPU-refused", "unreadable": "Insufficient Permissions"}
 
 
 FAKE_LIBRARY = """
@@ -156,16 +162,23 @@ class NVMLError_LibraryNotFound(NVMLError): pass
 class NVMLError_NotSupported(NVMLError): pass
 class NVMLError_FunctionNotFound(NVMLError): pass
 nvmlMemory_v2, NVML_DEVICE_MIG_ENABLE = 2, 1
+CARDS = ["0", None, "split", "unified", "refused"]
 def nvmlInit(): pass
-def nvmlDeviceGetCount(): return 2
-def nvmlDeviceGetHandleByIndex(index): return str(index)
+def nvmlDeviceGetCount(): return len(CARDS)
+def nvmlDeviceGetHandleByIndex(index):
+    if CARDS[index] is None: raise NVMLError("GPU is lost")
+    return CARDS[index]
 def nvmlDeviceGetUUID(handle): return ("MIG-" if "-" in handle else "GPU-") + handle
 def nvmlDeviceGetName(handle): return "card"
-def nvmlDeviceGetMemoryInfo(handle, version=1): return N(used=900, reserved=500, total=1000)
+def nvmlDeviceGetMemoryInfo(handle, version=1):
+    if handle == "unified": raise NVMLError_NotSupported()
+    return N(used=900, reserved=500, total=1000)
 def nvmlDeviceGetNumaNodeId(handle): raise NVMLError_NotSupported()
-def nvmlDeviceGetComputeRunningProcesses(handle): return [N(pid=6, usedGpuMemory=10), N(pid=5, usedGpuMemory=None)]
+def nvmlDeviceGetComputeRunningProcesses(handle):
+    if handle in ("split", "refused"): raise NVMLError("Insufficient Permissions")
+    return [N(pid=6, usedGpuMemory=10), N(pid=5, usedGpuMemory=None)]
 def nvmlDeviceGetMPSComputeRunningProcesses(handle): raise NVMLError_FunctionNotFound()
-def nvmlDeviceGetMigMode(handle): return (int(handle == "1"), 0)
+def nvmlDeviceGetMigMode(handle): return (int(handle == "split"), 0)
 def nvmlDeviceGetMaxMigDeviceCount(handle): return 2
 def nvmlDeviceGetMigDeviceHandleByIndex(handle, index):
     if index: raise NVMLError_NotSupported()
@@ -203,6 +216,17 @@ def test_the_gpu_that_a_process_is_given(variable: str | None, uuid: str) -> Non
 def test_no_gpu(variable: str) -> None:
     with pytest.raises(Refusal, match="this machine's GPUs are GPU-aaaa"):
         visible_gpu(CARDS, {"CUDA_VISIBLE_DEVICES": variable})
+
+
+LOST = Gpu("", "", 0, 0, 0, False, (), "GPU is lost")
+
+
+@pytest.mark.parametrize("variable", ["0", "GPU-gone"])
+def test_a_gpu_that_cannot_be_read_hides_no_other_and_is_not_free(variable: str) -> None:
+    with pytest.raises(Unreadable, match="cannot be read: GPU is lost"):
+        visible_gpu([LOST, *CARDS], {"CUDA_VISIBLE_DEVICES": variable})
+    for other, uuid in (("1", "GPU-aaaa"), ("2", "MIG-cccc"), ("GPU-bb", "GPU-bbbb")):
+        assert visible_gpu([LOST, *CARDS], {"CUDA_VISIBLE_DEVICES": other}).uuid == uuid
 
 
 # ---- whose process ---------------------------------------------------------------------------------------------------
@@ -254,6 +278,23 @@ def test_a_lease_or_a_process_in_the_way(card: FakeCard, foreign: int) -> None:
     held(card)
     with pytest.raises(GpuTaken):
         held(card)
+
+
+def test_a_card_that_is_lost_is_waited_for_and_does_not_end_training(
+    card: FakeCard, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gpu = held(card)
+    lost = json.dumps({"format": 1, "gpus": [{"uuid": UUID, "unreadable": "GPU is lost"}]})
+    card.reads(f"echo '{lost}'")
+    assert seen(gpu, 1) is None
+    assert f"training goes on: {UUID}: GPU is lost" in capfd.readouterr().out
+    gpu._lease.release()
+    with pytest.raises(GpuTaken, match=f"nobody can tell .* {UUID} cannot be read: GPU is lost"):
+        held(card)
+    gate = GpuGate(LINE, card.source, Pace(gpu_poll_s=0.0), 1)
+    while gate.taken is None:
+        assert not gate.free()
+    assert "cannot be read: GPU is lost" in gate.taken
 
 
 def test_a_look_at_the_lease_is_no_holder(card: FakeCard) -> None:
