@@ -15,7 +15,12 @@ import torch
 from nstrain.base.errors import NstrainError
 from nstrain.gpu.arena import ArenaTooSmall
 
-_CPU_OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator|can't allocate memory|not enough memory|bad_alloc")
+_OUT_OF_MEMORY = re.compile(
+    r"DefaultCPUAllocator|can't allocate memory|not enough memory|bad_alloc"
+    r"|(CUDA error|CUDA driver error|Triton Error \[CUDA\]): out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+)
+"""What else says so: the CPU's allocator, and on a GPU whoever takes memory beside torch's allocator - a graph that is
+instantiated, a kernel that is loaded, a library's handle. None of these errors is one that a context keeps."""
 
 
 class OutOfMemory(NstrainError):
@@ -27,7 +32,7 @@ def want_of_memory(error: BaseException | None) -> BaseException | None:
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError | ArenaTooSmall):
             return error
-        if isinstance(error, RuntimeError) and _CPU_OUT_OF_MEMORY.search(str(error)):
+        if isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)):
             return error
         error = error.__cause__ or error.__context__
     return None

@@ -81,7 +81,15 @@ def test_a_line_that_cannot_be_opened_for_want_of_memory_says_so(
 def test_other_errors_pass_as_they_are() -> None:
     with pytest.raises(RuntimeError, match="^an illegal address$"), memory_told("work", "help"):
         raise RuntimeError("an illegal address")
-    for error in (ArenaTooSmall("too small"), MemoryError(), RuntimeError("DefaultCPUAllocator: not enough memory")):
+    for words in ("CUDA error: an illegal memory access was encountered", "CUDA error: uncorrectable ECC error"):
+        assert want_of_memory(RuntimeError(words)) is None
+    beside_the_allocator = (
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",  # a graph is instantiated
+        "Triton Error [CUDA]: out of memory",  # a kernel is loaded
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    )
+    others = [RuntimeError(words) for words in ("DefaultCPUAllocator: not enough memory", *beside_the_allocator)]
+    for error in (ArenaTooSmall("too small"), MemoryError(), *others):
         with pytest.raises(OutOfMemory, match="^work did not find .* help$"), memory_told("work", "help"):
             raise error
     assert want_of_memory(ValueError()) is None
