@@ -26,6 +26,7 @@ from nstrain.settings.model import validate
 from nstrain.settings.run import LengthSettings, ModelSettings, OptimizerSettings
 from nstrain.train.determinism import enter_deterministic_mode
 from nstrain.train.engine import EagerEngine, TokenRows, train_update
+from nstrain.train.memory_errors import memory_told
 from nstrain.train.model import build, kernel_operators, model_cost
 from nstrain.train.profile import TRAINER_KERNELS, Profile, summarize
 from nstrain.train.versions import versions
@@ -108,9 +109,16 @@ def bench(
 ) -> BenchResult:
     """Time a plan. On a GPU `gpu` is the one that the caller has borrowed (gpu/borrowed.py), before torch touches it.
 
-    Raises `Refusal` for what `refuse_unfit` does, a model that does not exist or read such rows, and another GPU.
+    Raises `Refusal` for what `refuse_unfit` does, a model that does not exist or read such rows, and another GPU, and
+    `OutOfMemory` for a plan that does not fit.
     """
     refuse_unfit(plan, profile)
+    what = f"{plan.model} with micro-batches of {plan.rows} x {plan.row_tokens:,} tokens, recompute {plan.recompute},"
+    with memory_told(what, "Use fewer --rows, or recompute more (--ac dendritic, --ac all)"):
+        return _measured(plan, profile, tell, gpu)
+
+
+def _measured(plan: BenchPlan, profile: bool, tell: Callable[[str], None], gpu: Gpu | None) -> BenchResult:
     enter_deterministic_mode(plan.threads)
     if plan.device == "cuda":
         assert gpu is not None, "whoever benches on a GPU borrows it first"

@@ -105,9 +105,10 @@ def generate(
     `data` is the data line whose tokenizer is used (default: the one that the weights were trained on). At temperature
     0 each token is the most probable one; else it is drawn, keyed by the seed, from the `top_k` most probable ones.
     `on_token(done)` is called after each. A GPU is borrowed meanwhile. Raises `Refusal` for weights, a tokenizer, a
-    prompt or a length that do not give a continuation, and `GpuTaken` if somebody is on the GPU.
+    prompt or a length that do not give a continuation, `GpuTaken` if somebody is on the GPU, and `OutOfMemory`.
     """
     from nstrain.train.generation import Sampling, continue_tokens  # torch stands behind these
+    from nstrain.train.memory_errors import memory_told
     from nstrain.train.model import load_model, refuse_no_cuda
 
     sampling = Sampling(temperature, top_k, seed)
@@ -120,7 +121,9 @@ def generate(
     prompt_tokens = [encoder.eos_id, *map(int, encoder.encode([prompt], {})[0])]
     refuse_no_cuda(device)
     chosen = []
-    with borrowed_gpu(gpu_on(device)) as gpu:  # before torch touches it: a trainer stops that sees another there
+    less = "Use a shorter prompt" if device == "cpu" else "Use a shorter prompt, or --device cpu"
+    # The GPU before torch touches it: a trainer stops that sees another there.
+    with borrowed_gpu(gpu_on(device)) as gpu, memory_told(f"generating with {found.weights}", less):
         if gpu is not None:
             refuse_other_gpu(gpu.uuid, this_gpu())
         model = load_model(found.weights, found.config, device)

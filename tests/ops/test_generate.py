@@ -24,6 +24,7 @@ from nstrain.line.checkpoint import newest_good
 from nstrain.line.paths import LinePaths
 from nstrain.ops.generate import Generation, find_weights, generate
 from nstrain.settings.run import load_run
+from nstrain.train.memory_errors import OutOfMemory
 from nstrain.train.model import load_model, model_cost
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -224,6 +225,15 @@ def test_a_model_package_that_cannot_do_it(trained: LinePaths, monkeypatch: pyte
     monkeypatch.delattr(ModelConfig, "flops_by_part")
     with pytest.raises(Refusal, match="does not say what its models cost"):
         model_cost("tiny-32k", 64)
+
+
+def test_want_of_memory_is_told(trained: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes")
+
+    monkeypatch.setattr("nstrain.train.model.load_model", fail)
+    with pytest.raises(OutOfMemory, match="^generating with .* 4096 bytes. Use a shorter prompt$"):
+        generate(trained.root, "x = 1")
 
 
 def test_a_device_that_is_not_there(trained: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from nstrain.base.errors import GpuTaken, Refusal
 from nstrain.cli.main import app
 from nstrain.gpu.ceilings import Ceilings
 from nstrain.gpu.lease import gpu_lease
+from nstrain.train.memory_errors import OutOfMemory
 
 TINY = ("bench", "--model", "tiny-32k", "--seq-len", "32", "--accum", "1", "--updates", "1")
 
@@ -115,6 +116,19 @@ def test_a_profile_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = typed("--device", "cpu", "--profile")
     assert isinstance(ran.exception, Refusal)
     assert "on a CPU there are none" in str(ran.exception)
+
+
+def test_a_plan_that_does_not_fit_is_told_what_to_do(looks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nSee documentation")
+
+    monkeypatch.setattr(bench_module, "train_update", fail)
+    found = typed("--eager")
+    assert isinstance(found.exception, OutOfMemory)
+    assert str(found.exception) == (
+        "tiny-32k with micro-batches of 1 x 32 tokens, recompute none, did not find the memory that it needs: CUDA out "
+        "of memory. Tried to allocate 20 GiB. Use fewer --rows, or recompute more (--ac dendritic, --ac all)"
+    )
 
 
 def test_on_a_cpu(tmp_path: Path) -> None:
