@@ -260,7 +260,8 @@ class Supervisor:
     def _wait_to_launch(self, launch: Relaunch) -> Ending | None:
         """Wait out the back-off, and until the GPU is free; an ending if a stop is asked for meanwhile."""
         source = self._gpu(self.settings)
-        gate = None if source is None else GpuGate(self.paths.root, source, self._pace, launch.clean_looks)
+        before = self._state.launches > 0
+        gate = None if source is None else GpuGate(self.paths.root, source, self._pace, launch.clean_looks, before)
         until = time.monotonic() + launch.wait_s
         try:
             while True:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from nstrain.base.errors import Refusal
 from nstrain.gpu.lease import gpu_lease
 from nstrain.gpu.readings import (
     CONTEXT_BYTES,
@@ -51,10 +52,16 @@ class GpuGate:
 
     The lease of another line is looked at often and costs nothing. Once it is free, `clean_looks` readings in a row
     must find no process of others; after one that found some, CLEAN_LOOKS.
+
+    A GPU that is not there is a wrong setting, but for a line that was launched on it before: it fell off the bus, or
+    its driver is exchanged, and is waited for.
     """
 
-    def __init__(self, line: Path, source: GpuSource, pace: Pace, clean_looks: int) -> None:
+    def __init__(
+        self, line: Path, source: GpuSource, pace: Pace, clean_looks: int, launched_before: bool = False
+    ) -> None:
         """`source` says how the GPUs are read and where their leases are."""
+        self._launched_before = launched_before
         self._line, self._source, self._pace = line, source, pace
         self._wanted = clean_looks
         self._clean = 0
@@ -65,7 +72,7 @@ class GpuGate:
         """By whom it is taken, or why nobody can tell, as of the newest look."""
 
     def free(self) -> bool:
-        """Whether it is free now. Raises `Refusal` if this machine has no such GPU or cannot read it at all."""
+        """Whether it is free now. Raises `Refusal` if this machine never had such a GPU or cannot read it at all."""
         if self._reading is not None:
             return self._answered()
         if time.monotonic() < self._next:
@@ -87,9 +94,12 @@ class GpuGate:
             self._reading = None
             self._not_free(str(error))
             return False
-        except BaseException:
+        except Refusal as error:
             self._reading = None
-            raise
+            if not self._launched_before:
+                raise
+            self._not_free(str(error))
+            return False
         if gpu is None:
             return False
         self._reading = None
@@ -137,5 +147,5 @@ def others_now(line: Path, source: GpuSource) -> str | None:
     """Who else is on the line's GPU now, in words; None if nobody is, or nobody can tell. Waits, bounded."""
     try:
         return others_on(visible_gpu(read_gpus(source.reader)), line)
-    except Unreadable:
+    except (Unreadable, Refusal):  # also of a GPU that has gone: what the trainer died of is told, and not this
         return None

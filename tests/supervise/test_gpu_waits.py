@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import time
@@ -170,6 +171,17 @@ def test_a_machine_without_what_it_takes(paths: LinePaths, card: FakeCard) -> No
     ending, _ = Steps(paths).supervise(card, "done")
     assert (ending.outcome, ending.exit_code) == ("failed", ExitCode.BAD_CONFIGURATION)
     assert "pip install nvidia-ml-py" in (ending.reason or "")
+
+
+def test_a_card_that_vanishes_with_its_trainer_is_waited_for(paths: LinePaths, card: FakeCard) -> None:
+    """It fell off the bus, and the trainer's own words say so; it comes back with a reset."""
+    gone = f"echo '{json.dumps({'format': 1, 'gpus': []})}'"
+    card.reads(f"test -e {paths.root}/trainer-starts.json && test ! -e {paths.root}/reset && {gone} && exit 0; "
+               f"exec cat {card._said}")  # fmt: skip
+    steps = Steps(paths, ("this machine's GPUs are none", lambda: (paths.root / "reset").touch()))
+    ending, events = steps.supervise(card, "crashes,done")
+    assert (ending.outcome, ending.reason) == ("done", None)
+    assert any("a bug in the trainer (1 in a row without progress)" in event for event in events), events
 
 
 def test_the_wait_is_shown_notified_once_and_ended_by_a_stop(
