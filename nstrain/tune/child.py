@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -36,6 +37,9 @@ LEAVE_S = 10.0
 
 LOOK_S = 0.5
 """How often the time is looked at."""
+
+_ERROR_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
+"""How a traceback's last part begins."""
 
 
 class TrialFailed(NstrainError):
@@ -166,9 +170,13 @@ class _Process:
                     yield json.loads(line)
 
     def _last_line(self) -> str:
-        """The last line that it printed, if it printed any."""
+        """What it died of: the last error that it printed, else its last line, if it printed any.
+
+        CUDA's errors go on after their own line, with hints that are the same for all of them.
+        """
         with self._log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, end - LAST_BYTES))
             lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-        return f": {lines[-1].strip()}" if lines else ""
+        errors = [line for line in lines if _ERROR_LINE.match(line)]
+        return f": {(errors or lines)[-1].strip()}" if lines else ""
