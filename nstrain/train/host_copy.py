@@ -127,7 +127,8 @@ class PinnedCopy(HostCopy):
         torch.cuda.synchronize()
         self._buffers.clear()
         while self._pages:
-            torch.cuda.cudart().cudaHostUnregister(self._pages.pop().data_ptr())
+            pages = self._pages.pop()  # named, or they would be unmapped before the driver lets go of them
+            torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())
 
     def _hold_back(self) -> None:
         """The writing of the next update, on the current stream, comes after the copy (at once, if there is none)."""

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -315,6 +316,27 @@ def test_weights_that_are_not_finite_are_not_committed_and_the_line_ends(line: L
         line.saver.save_now(at(8), "rolling")
     assert newest_good(line.paths) == line.paths.checkpoint(4)
     assert line.paths.checkpoint_updates() == [4]
+
+
+def test_pinned_pages_are_mapped_until_the_driver_has_let_go_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go: list[int] = []
+
+    def unregister(address: int) -> None:
+        maps = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+        assert any(int(first, 16) <= address < int(last, 16) for first, last in maps), "unmapped before"
+        let_go.append(address)
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *_: 0, cudaHostUnregister=unregister, cudaError=SimpleNamespace(success=0)
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    copy = host_copy.PinnedCopy.__new__(host_copy.PinnedCopy)
+    copy._pages, copy._buffers = [], {}
+    copy._buffers["weights", "matrix"], copy._buffers["weights", "norm"] = copy._pin(64 << 20), copy._pin(64 << 20)
+    pinned = [pages.data_ptr() for pages in copy._pages]
+    copy.close()
+    assert sorted(let_go) == sorted(pinned)
 
 
 @pytest.mark.parametrize("call", ["poll", "wait", "save", "save_now", "close"])

@@ -132,7 +132,7 @@ def test_the_log_of_trials_is_put_aside_when_it_is_large(paths: LinePaths, tmp_p
     with pytest.raises(TrialFailed, match="exit code 1, while starting: broken"):
         run_trial(job(paths), log, 60, command=(sys.executable, "-c", "raise SystemExit('broken')"))
     assert log.read_text() == "broken\n"
-    hints = "CUDA kernel errors might be reported asynchronously\\nCompile with `TORCH_USE_CUDA_DSA` to enable assertions\\n"
+    hints = "CUDA kernel errors might be reported later\\nCompile with `TORCH_USE_CUDA_DSA` to enable assertions\\n"
     died = f"print('one line'); raise RuntimeError('CUDA error: unspecified launch failure\\n{hints}')"
     with pytest.raises(TrialFailed, match="starting: RuntimeError: CUDA error: unspecified launch failure$"):
         run_trial(job(paths), log, 60, command=(sys.executable, "-c", died))
