@@ -25,6 +25,7 @@ from nstrain.gpu.readings import Gpu
 from nstrain.settings.model import validate
 from nstrain.settings.run import LengthSettings, ModelSettings, OptimizerSettings
 from nstrain.train.determinism import enter_deterministic_mode
+from nstrain.train.device import refuse_unfit_allocator
 from nstrain.train.engine import EagerEngine, TokenRows, train_update
 from nstrain.train.memory_errors import memory_told
 from nstrain.train.model import build, kernel_operators, model_cost
@@ -94,11 +95,13 @@ class BenchResult:
 
 
 def refuse_unfit(plan: BenchPlan, profile: bool) -> None:
-    """Raise `Refusal` for a device that is not there, and for a profile on a CPU. Occupies no GPU."""
+    """Raise `Refusal` for a device that is not there or cannot be held, and a profile on a CPU. Occupies no GPU."""
     if profile and plan.device != "cuda":
         raise Refusal("--profile times the kernels of a GPU; on a CPU there are none: leave it out")
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise Refusal("torch finds no CUDA device here; --device cpu times the eager engine")
+    if plan.device == "cuda" and not plan.eager:
+        refuse_unfit_allocator()
 
 
 def bench(

@@ -20,6 +20,7 @@ from nstrain.base.errors import GpuTaken, Refusal
 from nstrain.cli.main import app
 from nstrain.gpu.ceilings import Ceilings
 from nstrain.gpu.lease import gpu_lease
+from nstrain.train.device import refuse_unfit_allocator
 from nstrain.train.memory_errors import OutOfMemory
 
 TINY = ("bench", "--model", "tiny-32k", "--seq-len", "32", "--accum", "1", "--updates", "1")
@@ -109,6 +110,28 @@ def test_a_machine_without_a_card_is_told_what_to_do(monkeypatch: pytest.MonkeyP
     ran = typed()
     assert isinstance(ran.exception, Refusal)
     assert "torch finds no CUDA device here; --device cpu times" in str(ran.exception)
+
+
+@pytest.mark.parametrize(
+    ("found", "named"),
+    [
+        ("max_split_size_mb:512", "max_split_size_mb"),
+        ("roundup_power2_divisions:[256:1,512:2], max_split_size_mb:128", "max_split_size_mb"),
+        ("backend:cudaMallocAsync", "backend:cudaMallocAsync"),
+        ("garbage_collection_threshold:0.8,expandable_segments:true", "expandable_segments:true"),
+    ],
+)
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_an_allocator_that_an_arena_cannot_live_with_is_refused(
+    variable: str, found: str, named: str, card: FakeCard, looks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, found)
+    ran = typed()
+    assert isinstance(ran.exception, Refusal)
+    assert f"{variable} is {found!r}: with {named} a trainer cannot hold" in str(ran.exception)
+    assert looks == []
+    refuse_unfit_allocator({variable: "expandable_segments:False,backend:native,garbage_collection_threshold:0.8"})
+    refuse_unfit_allocator({})
 
 
 def test_a_profile_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
