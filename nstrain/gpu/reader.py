@@ -9,10 +9,10 @@ another kind may stand in its place (host.json, `gpu_reader`); it prints the sam
         "memory_tells": true, "processes": [{"pid": 1, "used_bytes": 1}]}]}
 
 in the order of the PCI bus, slices (MIG) after their GPU. A process's `used_bytes` is null if the driver does not
-tell. `memory_tells` is false where the memory in use is the operating system's to count and outlives a process. A GPU
-that cannot be read keeps its place as {"uuid": "GPU-..." or "", "unreadable": "why"}: one that fell off the bus must
-not hide the others. Exit codes: 0; 2 if the library or the driver's is missing, with a sentence on standard error; 1
-for a driver's error.
+tell. `memory_tells` is false where the memory in use is the operating system's to count and outlives a process, or
+where the windows of a desktop are a part of it. A GPU that cannot be read keeps its place as
+{"uuid": "GPU-..." or "", "unreadable": "why"}: one that fell off the bus must not hide the others. Exit codes: 0; 2 if
+the library or the driver's is missing, with a sentence on standard error; 1 for a driver's error.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import sys
 from typing import Any
 
 FORMAT = 1
+DRAWN_BYTES = 256 << 20
+"""What draws on a machine without a desktop - a login screen - has less than this."""
 
 
 def main() -> int:
@@ -71,7 +73,7 @@ def _entry(pynvml: Any, handle: Any, is_split: bool) -> dict[str, Any]:
 
 
 def _describe(pynvml: Any, handle: Any) -> dict[str, Any]:
-    reserved, tells = 0, not _is_memory_node(pynvml, handle)
+    reserved, tells = 0, not _is_memory_node(pynvml, handle) and not _is_drawn_on(pynvml, handle)
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         used, reserved, total = memory.used, memory.reserved, memory.total
@@ -101,6 +103,16 @@ def _processes(pynvml: Any, handle: Any) -> list[dict[str, int | None]]:
         for process in listed:
             found[int(process.pid)] = None if process.usedGpuMemory is None else int(process.usedGpuMemory)
     return [{"pid": pid, "used_bytes": found[pid]} for pid in sorted(found)]
+
+
+def _is_drawn_on(pynvml: Any, handle: Any) -> bool:
+    """Whether processes that draw have memory to speak of: it is in use, and no process that computes explains it."""
+    try:
+        drawing = pynvml.nvmlDeviceGetGraphicsRunningProcesses(handle)
+    except (pynvml.NVMLError, AttributeError):
+        return False
+    known = [process.usedGpuMemory for process in drawing]
+    return None in known or sum(known) >= DRAWN_BYTES
 
 
 def _slices(pynvml: Any, handle: Any) -> list[Any]:

@@ -138,7 +138,7 @@ def test_our_own_reader_of_a_made_up_library(tmp_path: Path) -> None:
         [sys.executable, "-m", "nstrain.gpu.reader"], capture_output=True, text=True, env=environment, cwd="/"
     )
     assert ran.returncode == 0, ran.stderr
-    plain, lost, split, part, unified, refused = json.loads(ran.stdout)["gpus"]
+    plain, lost, split, part, unified, refused, desk, login = json.loads(ran.stdout)["gpus"]
     assert plain == {
         "uuid": "GPU-0",
         "name": "card",
@@ -152,6 +152,8 @@ def test_our_own_reader_of_a_made_up_library(tmp_path: Path) -> None:
     assert (split["uuid"], part["uuid"]) == ("GPU-split", "MIG-split-0")
     assert (split["processes"], len(part["processes"])) == ([], 2), "only root may ask for all of a split card's"
     assert (unified["total_bytes"], unified["memory_tells"], len(unified["processes"])) == (0, False, 2)
+    assert not desk["memory_tells"], "a desktop's windows would be taken for a process that is not listed"
+    assert (desk["processes"], login["processes"], login["memory_tells"]) == ([], [], True)
     assert refused == {"uuid": "GPU-refused", "unreadable": "Insufficient Permissions"}
 
 
@@ -162,7 +164,7 @@ class NVMLError_LibraryNotFound(NVMLError): pass
 class NVMLError_NotSupported(NVMLError): pass
 class NVMLError_FunctionNotFound(NVMLError): pass
 nvmlMemory_v2, NVML_DEVICE_MIG_ENABLE = 2, 1
-CARDS = ["0", None, "split", "unified", "refused"]
+CARDS = ["0", None, "split", "unified", "refused", "desk", "login"]
 def nvmlInit(): pass
 def nvmlDeviceGetCount(): return len(CARDS)
 def nvmlDeviceGetHandleByIndex(index):
@@ -176,7 +178,11 @@ def nvmlDeviceGetMemoryInfo(handle, version=1):
 def nvmlDeviceGetNumaNodeId(handle): raise NVMLError_NotSupported()
 def nvmlDeviceGetComputeRunningProcesses(handle):
     if handle in ("split", "refused"): raise NVMLError("Insufficient Permissions")
+    if handle in ("desk", "login"): return []
     return [N(pid=6, usedGpuMemory=10), N(pid=5, usedGpuMemory=None)]
+def nvmlDeviceGetGraphicsRunningProcesses(handle):
+    if handle == "0": raise NVMLError_NotSupported()
+    return [N(pid=7, usedGpuMemory=4 << 20), *([N(pid=8, usedGpuMemory=900 << 20)] if handle == "desk" else [])]
 def nvmlDeviceGetMPSComputeRunningProcesses(handle): raise NVMLError_FunctionNotFound()
 def nvmlDeviceGetMigMode(handle): return (int(handle == "split"), 0)
 def nvmlDeviceGetMaxMigDeviceCount(handle): return 2

@@ -173,6 +173,16 @@ def test_a_machine_without_what_it_takes(paths: LinePaths, card: FakeCard) -> No
     assert "pip install nvidia-ml-py" in (ending.reason or "")
 
 
+def test_memory_of_nobody_listed_is_somebodys_but_not_where_windows_are_drawn(paths: LinePaths, card: FakeCard) -> None:
+    used_bytes = 2 << 30
+    card.put(used_bytes=used_bytes)
+    drawn = lambda: card.put(used_bytes=used_bytes, memory_tells=False)  # noqa: E731
+    steps = Steps(paths, ("a process that is not listed has 1.5 GiB", drawn))
+    ending, _ = steps.supervise(card, "done")
+    assert ending.outcome == "done"
+    assert len(steps.waited) == 1
+
+
 def test_a_card_that_vanishes_with_its_trainer_is_waited_for(paths: LinePaths, card: FakeCard) -> None:
     """It fell off the bus, and the trainer's own words say so; it comes back with a reset."""
     gone = f"echo '{json.dumps({'format': 1, 'gpus': []})}'"
