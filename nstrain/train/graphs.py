@@ -130,8 +130,9 @@ class GraphEngine(EagerEngine):
             graph.reset()
         self._micro_graphs.clear()
         self._update_graphs = self._norms = self._clip = None
-        arena, self._arena = self._arena, None
-        return arena.close()
+        freed = self._arena.close()
+        self._arena = None  # only now: one that is not empty, or holds what a capture that failed left, is kept
+        return freed
 
     def _opened_arena(self) -> Arena:
         if self._arena is None:

@@ -179,6 +179,9 @@ def test_its_end_resets_graphs_before_their_pool_and_never_raises(
     def fail() -> None:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
+    monkeypatch.setattr(FakeArena, "close", lambda arena: fail())
+    engine.close()
+    assert engine._arena is not None, "its pool would go with a capture in it that failed"
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     engine.close()
 
