@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import ns_reference as reference
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuronspark.kernels import cross_entropy
 from neuronspark.kernels.arbitration import blend, cosine
@@ -18,7 +20,7 @@ from neuronspark.kernels.embedding import lookup
 from neuronspark.kernels.exponential import exp_or_zero_
 from neuronspark.kernels.gated_norm import gated_norm
 from neuronspark.kernels.linear import project, project_onto
-from neuronspark.kernels.pool_read import pool_read
+from neuronspark.kernels.pool_read import SUM_BLOCK, clock_of, pool_read, sums_by_blocks
 from neuronspark.kernels.rmsnorm import rms_norm
 from neuronspark.kernels.rotary import rotary_norm, rotary_table
 from neuronspark.kernels.trace_scan import trace_scan
@@ -152,6 +154,27 @@ def test_pool_read_after_a_clock_that_has_run_far(flushed: slice, tolerance: flo
     read, gradient = pool_errors(2048, 0.02, torch.float32, flushed)
     assert read < tolerance
     assert gradient < tolerance
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 129, 4103, 32_768])
+def test_a_gpu_s_sums_are_cumsum_s_in_little_memory(length: int) -> None:
+    x_ZL = torch.rand(3, length, dtype=torch.float64)
+    torch.testing.assert_close(sums_by_blocks(x_ZL), x_ZL.cumsum(1), rtol=1e-13, atol=0)
+    assert torch.equal(clock_of(x_ZL), x_ZL.cumsum(1)), "on a CPU the bits are those of before"
+    with LargestResult() as largest:
+        sums_by_blocks(x_ZL)
+    assert largest.numbers <= max(3 * (length + SUM_BLOCK), SUM_BLOCK * SUM_BLOCK)
+
+
+class LargestResult(TorchDispatchMode):
+    """Numbers of the largest tensor that an operator gives."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        found = operator(*arguments, **(named or {}))
+        self.numbers = max(self.numbers, found.numel() if isinstance(found, torch.Tensor) else 0)
+        return found
 
 
 def test_pool_read_survives_a_clock_of_1e5_a_token() -> None:

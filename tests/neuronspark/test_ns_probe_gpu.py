@@ -7,6 +7,7 @@ import torch
 
 from neuronspark import NeuronSpark, load_preset
 from neuronspark import probe as probes
+from neuronspark.kernels.pool_read import clock_of
 
 pytestmark = pytest.mark.gpu
 
@@ -67,3 +68,17 @@ def test_a_long_row_within_its_memory() -> None:
     bound = peak(forward) + probes.extra_bytes(model.config, 1, 32_768, 2) + (8 << 20)
     used = peak(lambda: model.probe(tokens, EOS, 4096))
     assert used <= bound, f"{used / 2**20:.0f} MiB > {bound / 2**20:.0f} MiB"
+
+
+def test_nothing_is_a_row_s_length_squared_where_operators_have_to_be_deterministic() -> None:
+    """As in a trainer: torch's cumsum would take 34 GB here."""
+    step_ZL = torch.rand(4, 32_768, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = clock_of(step_ZL)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.cuda.max_memory_allocated() - before < 64 << 20
+    torch.testing.assert_close(found.cpu(), clock_of(step_ZL.cpu()), rtol=1e-13, atol=0)
