@@ -85,6 +85,7 @@ def test_crash_kill_and_segmentation_fault(line: MakeLine, undisturbed: Outcome)
     assert outcome(paths) == undisturbed
 
 
+@pytest.mark.slow  # test_a_stop_is_heard_in_every_stage asks for a stop as well
 def test_sigterm_from_elsewhere(line: MakeLine, undisturbed: Outcome, tmp_path: Path) -> None:
     sink = set_notify(tmp_path)
     paths = line(fault("sigterm", 6))
@@ -112,6 +113,7 @@ def test_five_failures_in_a_row_stop_the_line_and_the_next_run_goes_on(line: Mak
 # ---- it hangs --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # test_a_hang_that_ignores_sigterm is killed the same way
 def test_sigstop(line: MakeLine, undisturbed: Outcome, tmp_path: Path) -> None:
     """Stopped, it hears nothing; woken by the watchdog, it saves and is launched again."""
     sink = set_notify(tmp_path)
@@ -135,6 +137,7 @@ def test_a_hang_that_ignores_sigterm(line: MakeLine, undisturbed: Outcome) -> No
 # ---- the supervisor dies ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # test_supervisor_dies.py kills it beside a made-up trainer
 def test_the_supervisor_dies(line: MakeLine, undisturbed: Outcome, tmp_path: Path) -> None:
     """The trainer saves where it is, sends the notice itself and ends; the next run goes on from there."""
     sink = set_notify(tmp_path)
@@ -211,6 +214,7 @@ def test_another_process_appears_and_leaves(line: MakeLine, undisturbed: Outcome
     assert outcome(paths) == undisturbed
 
 
+@pytest.mark.slow  # test_gpu_waits.py has it with a made-up trainer
 def test_a_crash_beside_another_process_is_no_failure(line: MakeLine, undisturbed: Outcome) -> None:
     paths = line(fault("others and crash", 4))
     paths.root.with_name("run.card").mkdir()
@@ -243,6 +247,7 @@ def fresh(unprepared: DataLine, tmp_path: Path, host: Path) -> Callable[..., Lin
     return make
 
 
+@pytest.mark.slow  # test_preparing.py and tests/data kill it
 def test_the_preparer_is_killed(fresh: MakeLine, undisturbed: Outcome) -> None:
     """It is started again and goes on with the same files, to the same rows."""
     paths = fresh()

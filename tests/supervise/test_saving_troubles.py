@@ -61,6 +61,7 @@ def test_an_error_of_the_background_writer(tmp_path: Path, supervise: Callable[.
     assert (status(paths.root).state, status(paths.root).differences) == ("done", 0)
 
 
+@pytest.mark.slow  # test_fault_table.py fills it too
 def test_a_disk_that_fills_up(tmp_path: Path, supervise: Callable[..., SupervisorProcess]) -> None:
     """Saved while there is room, not started again, and the same command goes on once there is room."""
     with small_disk(tmp_path / "disk", 512) as disk:
