@@ -23,13 +23,14 @@ from nstrain.base.detach import say_ready
 from nstrain.base.disk import FileLock, atomic_write_json, read_json
 from nstrain.base.errors import DiskFull, Exhausted, ExitCode, NstrainError, Refusal
 from nstrain.base.logs import FollowedLog, write_whole_lines
-from nstrain.data.consumers import read_consumers
+from nstrain.data.consumers import consumer_path, read_consumers
 from nstrain.data.cycles import delete_consumed, discard_partial_cycles, prepare_cycle
 from nstrain.data.encode import Encoder
 from nstrain.data.line import DataLine
 from nstrain.data.manifest import last_manifest, refuse_edited_pasts
 from nstrain.data.opener_pool import OpenerPool, default_workers
 from nstrain.data.readers import UnusableFile
+from nstrain.data.readers.errors import FileRefusal
 from nstrain.data.room import CheckpointRoom
 from nstrain.gpu.readings import LINE_VARIABLE
 from nstrain.line.orphaned import tell_of_the_supervisors_death, trainer_lives
@@ -112,6 +113,8 @@ class Preparer:
         self._disk_full_since: float | None = None
         self._disk_full_tries = 0
         self._encoded_tokens: Callable[[], int] = lambda: 0
+        self._lost: dict[int, FileRefusal] = {}
+        """Cycles that were deleted and cannot be made again, as it found when it tried, and why."""
         self._status = PreparerStatus(os.getpid(), "", 0, 0.0, time.time(), None)  # none of the stages: shown never
 
     def run(self) -> ExitCode:
@@ -147,6 +150,8 @@ class Preparer:
         if self._stop():
             self._show("stopped", cycle or self._status.cycle)
             return ExitCode.STOPPED
+        if not due:
+            self._refuse_lost()
         if cycle is None:
             self._show("done", self.until_cycle or self.line.cycle_count or 0, 1.0)
             return ExitCode.DONE
@@ -162,14 +167,21 @@ class Preparer:
         if (self._status.stage, self._status.cycle) != ("waiting_disk", cycle):  # else once it gets on
             self._show("preparing", cycle)
         pool.encoded_tokens = 0
-        prepare_cycle(self.line, cycle, encoder, lambda share: self._progress(cycle, share), pool, self._downloading)
+        try:
+            prepare_cycle(
+                self.line, cycle, encoder, lambda share: self._progress(cycle, share), pool, self._downloading
+            )
+        except FileRefusal as error:
+            if not self.line.manifest_path(cycle).exists():
+                raise
+            self._lost[cycle] = error  # of no concern to who is past it: the others' cycles come first
         self._disk_full_since, self._disk_full_tries = None, 0
         return None
 
     def _next_cycle(self) -> tuple[int | None, bool]:
         """The first cycle to be made now, and True; else the first that will be, if there is one, and False.
 
-        These are cycles of the schedule that are neither on disk nor behind every consumer.
+        These are cycles of the schedule that are neither on disk nor behind every consumer, nor lost.
         """
         last = self.line.cycle_count if self.until_cycle is None else self.until_cycle
         at = [consumer.cycle for consumer in read_consumers(self.line.work)] or [1]
@@ -178,7 +190,7 @@ class Preparer:
         cycle = 1
         while (last is None or cycle <= last) and (later is None or cycle <= furthest):
             consumed = cycle < needed_from and self.line.manifest_path(cycle).exists()
-            if not consumed and not self.line.is_ready(cycle):
+            if not consumed and cycle not in self._lost and not self.line.is_ready(cycle):
                 if self._is_due(cycle, at):
                     return cycle, True
                 later = later or cycle
@@ -195,6 +207,20 @@ class Preparer:
         if not self.line.manifest_path(cycle).exists():
             return cycle <= max(at) + self.ahead_cycles
         return any(first <= cycle <= first + self.ahead_cycles for first in at)
+
+    def _refuse_lost(self) -> None:
+        """Raise `Refusal` for a deleted cycle that a consumer is still to train, if a file of it cannot be had."""
+        consumers = read_consumers(self.line.work)
+        for cycle, error in sorted(self._lost.items()):
+            if self.until_cycle is not None or not consumers:
+                raise error
+            if wanting := [found for found in consumers if found.cycle <= cycle]:
+                entries = ", ".join(str(consumer_path(self.line.work, found.id)) for found in wanting)
+                raise Refusal(
+                    f"cycle {cycle}, which is still to be trained by {', '.join(found.run for found in wanting)}, was "
+                    f"deleted and cannot be made again: {error}. Lines that are past it go on. If the file cannot be "
+                    f"had any more, nobody can train that cycle: remove those lines, and {entries}"
+                ) from error
 
     def _progress(self, cycle: int, share: float) -> None:
         now = time.monotonic()  # files are opened while others are fetched: then it is the fetching that is shown

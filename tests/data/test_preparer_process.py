@@ -13,9 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_helpers import contents, make_line, prepare, prepared, prose_tree, source, start_preparer, write_tree
+from data_helpers import (
+    contents,
+    make_line,
+    manifest_of,
+    prepare,
+    prepared,
+    prose_tree,
+    source,
+    start_preparer,
+    write_tree,
+)
 
 from nstrain.base.detach import start_in_background
+from nstrain.base.disk import atomic_write_json, read_json
 from nstrain.base.errors import DiskFull, Exhausted, ExitCode, NstrainError, Refusal
 from nstrain.base.logs import ROTATE_BYTES, old_log
 from nstrain.data import cycles as cycles_module
@@ -26,6 +37,7 @@ from nstrain.data.consumers import Consumer, read_consumers, write_consumer
 from nstrain.data.cycles import cycles_on_disk
 from nstrain.data.line import DataLine
 from nstrain.data.preparer import Preparer, PreparerStatus, preparer_lock, read_status, run_preparer
+from nstrain.data.readers import ChangedFile
 
 CYCLES = 6
 CYCLE_TOKENS = 1280
@@ -155,6 +167,28 @@ def test_of_the_cycles_between_two_consumers_only_those_that_are_due_come_back(l
     at(line, "joined", 1)
     until_waiting(line)
     assert cycles_on_disk(line) == [1, 2, 4, 5, 6], "the schedule is prepared, but more is to be made again"
+
+
+def test_a_cycle_that_cannot_be_made_again_holds_up_only_who_wants_it(line: DataLine, tmp_path: Path) -> None:
+    """A line that joins late wants a cycle of which a file is gone: who is past it gets its own next cycle."""
+    tree = shutil.copytree(line.source("web").root, tmp_path / "web")
+    pinned = read_json(line.work / "line.json")
+    pinned["sources"][0]["settings"]["path"] = str(tree)
+    atomic_write_json(line.work / "line.json", pinned)
+    prepare(line, 4)
+    at(line, "leader", 4)
+    until_waiting(line)
+    (tree / manifest_of(line, 1)["sources"]["web"]["opened"][0]["open"][0]["path"]).unlink()
+    at(line, "leader", 5)
+    at(line, "late", 1)
+    with pytest.raises(Refusal, match=r"cycle 1, .* by /run/late, .* cannot be made again: .*consumers/late\.json"):
+        until_waiting(line)
+    assert {4, 5, 6} <= set(cycles_on_disk(line))
+    with pytest.raises(ChangedFile):
+        run_preparer(line.work, until_cycle=6, workers=0)
+    (line.work / "consumers" / "late.json").unlink()
+    until_waiting(line)
+    assert cycles_on_disk(line) == [5, 6]
 
 
 def test_it_is_done_when_every_cycle_of_the_schedule_is_prepared(line: DataLine) -> None:
