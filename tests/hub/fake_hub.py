@@ -66,7 +66,7 @@ class Request:
 @dataclasses.dataclass(frozen=True)
 class Fault:
     """How an answer fails: cut, flip, stall, 503, 500, 429, 404, gone, 403, reset, hang, ignore_range, longer, shorter,
-    other_range, drip, gzip, page, endless page, flood, bomb; a redirect also: refused, no address, loop."""
+    other_range, drip, gzip, page, endless page, no page, flood, bomb; a redirect also: refused, no address, loop."""
 
     kind: str
     amount: float = 0.5
@@ -308,13 +308,13 @@ class _Handler(BaseHTTPRequestHandler):
         assert file.content is not None
         kind = fault.kind if fault else ""
         body, total = file.content, file.size
-        if kind in ("page", "endless page"):  # of a proxy between us, which answers in the place of the host
+        if kind in ("page", "endless page", "no page"):  # of a proxy between us, which answers in the place of the host
             self.send_response(200)
-            self.close_connection = kind == "endless page"
+            self.close_connection = kind != "page"
             if kind == "page":
                 self.send_header("Content-Length", str(len(PAGE)))
             self.end_headers()
-            self.wfile.write(PAGE)
+            self.wfile.write(b"" if kind == "no page" else PAGE)
             return
         start = 0 if kind == "ignore_range" else request.range_start
         if start > 0:

@@ -233,11 +233,13 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
 def _beginning(answer: Answer, part: BinaryIO, have: int) -> bytes:
     """Of an answer that gives a whole file again: what was read of it to see that it is that file, if it has no length.
 
-    Raises `Suspect` if it begins otherwise than what has come.
+    Raises `Suspect` if it begins otherwise than what has come, `Transient` if it ends before a byte.
     """
     if answer.headers.get("Content-Length") is not None:
         return b""
     data = answer.read_some(min(BLOCK_BYTES, have))
+    if not data:
+        raise Transient(f"{answer.host}: closed the connection before a byte of the file")
     part.seek(0)
     if part.read(len(data)) != data:
         raise Suspect(f"it gives {data[:20]!r} ... in the place of the file's beginning")
