@@ -1,7 +1,7 @@
 """The supervisor: one process that keeps a training line alive, for weeks, to an outcome that is recorded.
 
     lock (a second supervisor is refused) -> quick start checks -> supervisor.json; a STOP of the last run is cleared,
-       but for one at the end of a cycle that is still to come
+       but for one at a cycle's end: there the trainer stops, at once if the line was there when its supervisor died
     -> wait for a trainer that a killed supervisor left behind
     -> launch: wait out a back-off and for a free GPU, start the trainer, watch it to its end
     -> what its end means (failures.py): launch again, or the outcome
@@ -40,7 +40,7 @@ from nstrain.base.logs import rotate
 from nstrain.base.process import this_process
 from nstrain.base.units import human_seconds
 from nstrain.gpu.readings import GpuSource, gpu_of
-from nstrain.line.checkpoint import read_latest, read_state
+from nstrain.line.checkpoint import newest_state, read_latest
 from nstrain.line.notices import Event, Notifier, notice
 from nstrain.line.paths import LinePaths, checkpoint_name
 from nstrain.line.run_json import load_settings, refuse_no_line
@@ -408,13 +408,12 @@ class Supervisor:
         return code == ExitCode.STOPPED and not self._cycle_end_to_come()
 
     def _cycle_end_to_come(self) -> bool:
-        """Whether the line is asked to stop at the end of a cycle that is to come, by its newest checkpoint."""
-        request, newest = read_stop(self.paths), self._latest()
+        """Whether the line is asked to stop at the end of a cycle that is to come, by the checkpoint to go on from."""
+        request = read_stop(self.paths)
         if request is None or request.at_cycle_end is None:
             return False
-        if newest is None:
-            return True
-        return int(read_state(self.paths.checkpoint(newest))["position"]["cycle"]) <= request.at_cycle_end
+        newest = newest_state(self.paths, warn=lambda message: None)
+        return newest is None or int(newest[1]["position"]["cycle"]) <= request.at_cycle_end
 
     def _who_stopped(self) -> str:
         if self._signals:

@@ -17,7 +17,7 @@ from nstrain.data.consumers import read_consumers
 from nstrain.data.cycles import cycles_on_disk
 from nstrain.data.line import DataLine
 from nstrain.line.paths import LinePaths
-from nstrain.line.state_files import read_heartbeat
+from nstrain.line.state_files import read_heartbeat, read_supervisor, request_stop
 from nstrain.ops.check import check_line
 from nstrain.ops.status import status
 from nstrain.ops.stop import stop_line
@@ -51,6 +51,14 @@ def test_killed_and_run_again(paths: LinePaths, start: Callable[..., SupervisorP
     code, output = second.wait()
     assert code == ExitCode.STOPPED, output
     assert status(paths.root).update == CYCLE_TOKENS // UPDATE_TOKENS
+    assert not paths.stop.exists()
+
+    request_stop(paths, at_cycle_end=1)  # as if its supervisor had died just there, and `latest` with it
+    paths.latest.unlink()
+    code, output = start("real", "real").wait()
+    assert code == ExitCode.STOPPED, output
+    assert (state := read_supervisor(paths)) is not None
+    assert state.launches == 1
     assert not paths.stop.exists()
 
     third = start("real", "real")
