@@ -383,6 +383,8 @@ class Trainer:
 
     def _leave(self, code: ExitCode, stage: Stage) -> ExitCode:
         self._saver.wait()
+        if code == ExitCode.DONE:
+            self._saver.refuse_late_entry()
         self.beat(stage)
         print(f"{code.name.lower()} at u{self.state.position.update}, {self.state.tokens:,} tokens", flush=True)
         return code

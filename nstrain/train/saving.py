@@ -172,6 +172,16 @@ class Saver:
         """Wait until nothing is being written."""
         self._writer.wait()
 
+    def refuse_late_entry(self) -> None:
+        """Raise `DiskFull` if the consumer's entry is late still: after a line's end nobody would write it any more."""
+        if self._entry_due is not None:
+            self._move_entry(*self._entry_due)
+        if self.entry_trouble is not None:
+            raise DiskFull(
+                f"{self.entry_trouble} The line is trained to its end, but its entry there still holds cycles: run it "
+                "once more when there is room"
+            )
+
     def close(self) -> None:
         """End the thread and give the memory back. Never raises: it says what was lost."""
         try:
