@@ -10,7 +10,6 @@ update's span in which no kernel ran (train/profile.py).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import statistics
 import time
@@ -139,34 +138,34 @@ def _measured(plan: BenchPlan, profile: bool, tell: Callable[[str], None], gpu: 
         torch.cuda.empty_cache()
     tell(f"building {plan.model}: {cost.parameters:,} parameters")
     vocabulary = int(cost.config["vocab_size"])
-    with contextlib.closing(_engine(plan, cost.config, vocabulary, tell)) as engine:
-        if plan.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        seconds, losses = [], []
-        for number in range(WARM_UP_UPDATES + plan.updates):
-            rows = _rows(plan, vocabulary, number)
-            began = time.perf_counter()
-            losses.append(_update(engine, plan, rows))
-            seconds.append(time.perf_counter() - began)
-            tell(f"update {number + 1}: {seconds[-1]:.2f} s, loss {losses[-1]:.3f}")
-        tokens = plan.accum * plan.rows * plan.row_tokens
-        update_s = statistics.median(seconds[WARM_UP_UPDATES:])
-        return BenchResult(
-            plan=plan,
-            device=torch.cuda.get_device_name() if plan.device == "cuda" else "CPU",
-            versions=versions(plan.device),
-            parameters=cost.parameters,
-            tokens_per_update=tokens,
-            update_s=update_s,
-            tokens_per_s=tokens / update_s,
-            model_tflop_s=cost.flops_per_token * tokens / update_s / 1e12,
-            six_n_tflop_s=6 * cost.parameters * tokens / update_s / 1e12,
-            peak_gib=_peak_gib() if plan.device == "cuda" else None,
-            copy_tb_s=ceilings.copy_tb_s if ceilings else None,
-            bf16_tflop_s=ceilings.bf16_tflop_s if ceilings else None,
-            losses=losses,
-            profile=_profiled(engine, plan, vocabulary) if profile else None,
-        )
+    engine = _engine(plan, cost.config, vocabulary, tell)
+    if plan.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds, losses = [], []
+    for number in range(WARM_UP_UPDATES + plan.updates):
+        rows = _rows(plan, vocabulary, number)
+        began = time.perf_counter()
+        losses.append(_update(engine, plan, rows))
+        seconds.append(time.perf_counter() - began)
+        tell(f"update {number + 1}: {seconds[-1]:.2f} s, loss {losses[-1]:.3f}")
+    tokens = plan.accum * plan.rows * plan.row_tokens
+    update_s = statistics.median(seconds[WARM_UP_UPDATES:])
+    return BenchResult(
+        plan=plan,
+        device=torch.cuda.get_device_name() if plan.device == "cuda" else "CPU",
+        versions=versions(plan.device),
+        parameters=cost.parameters,
+        tokens_per_update=tokens,
+        update_s=update_s,
+        tokens_per_s=tokens / update_s,
+        model_tflop_s=cost.flops_per_token * tokens / update_s / 1e12,
+        six_n_tflop_s=6 * cost.parameters * tokens / update_s / 1e12,
+        peak_gib=_peak_gib() if plan.device == "cuda" else None,
+        copy_tb_s=ceilings.copy_tb_s if ceilings else None,
+        bf16_tflop_s=ceilings.bf16_tflop_s if ceilings else None,
+        losses=losses,
+        profile=_profiled(engine, plan, vocabulary) if profile else None,
+    )
 
 
 def _engine(plan: BenchPlan, config: dict[str, Any], vocabulary: int, tell: Callable[[str], None]) -> EagerEngine:

@@ -33,10 +33,7 @@ LARGE_GRAIN_BYTES = 2 << 20
 SMALLEST_BLOCK_BYTES = 256 << 20
 """Below this the remainder of the memory is left."""
 SMALL_SEGMENTS = 64
-"""Segments of 2 MiB that are held for small tensors, at least."""
-SMALL_SHARE = 64
-"""And at least this part of what is held: of a model of few channels, or in a short row, every activation is small. A
-micro-batch of ns-1p3b of 256 tokens keeps 170 MiB of them for its backward pass."""
+"""Segments of 2 MiB that are held for small tensors."""
 
 
 class ArenaNotEmpty(NstrainError):
@@ -45,11 +42,6 @@ class ArenaNotEmpty(NstrainError):
 
 class ArenaTooSmall(NstrainError):
     """Work took more memory from the driver than its arena held."""
-
-
-def small_segments(hold_bytes: int) -> int:
-    """Segments of 2 MiB for small tensors in an arena that holds so many bytes."""
-    return max(SMALL_SEGMENTS, hold_bytes // SMALL_SHARE // LARGE_GRAIN_BYTES)
 
 
 @functools.cache
@@ -69,7 +61,7 @@ class Arena:
     def __init__(self, hold_bytes: int | None = None, slack_bytes: int = SLACK_BYTES) -> None:
         """Hold `hold_bytes`, or by default all that is free but `slack_bytes`; 0 holds nothing beforehand.
 
-        Raises `NstrainError` if so much is not to be had, and `ArenaTooSmall` if a slack is all that is free.
+        Raises `NstrainError` if so much is not to be had.
         """
         self.stream = arena_stream()
         self._pool: Any = torch.cuda.MemPool()
@@ -78,13 +70,7 @@ class Arena:
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
         self.held_bytes = 0
-        wanted = free - slack_bytes if hold_bytes is None else hold_bytes
-        if hold_bytes is None and wanted < SMALLEST_BLOCK_BYTES + small_segments(wanted) * LARGE_GRAIN_BYTES:
-            raise ArenaTooSmall(
-                f"{free / GIB:.1f} GiB of the GPU are free beside weights, moments and other processes, and "
-                f"{slack_bytes / GIB:.1f} GiB are left to what a capture takes outside of torch: no room is left for "
-                "activations. It takes a smaller model or a GPU with more memory, whatever the micro-batch"
-            )
+        wanted = max(0, free - slack_bytes) if hold_bytes is None else hold_bytes
         if wanted > free:
             raise NstrainError(f"the arena is to hold {wanted / GIB:.1f} GiB, but {free / GIB:.1f} GiB are free")
         if wanted:
@@ -147,9 +133,9 @@ class Arena:
     def _hold(self, wanted: int) -> None:
         pointers = []
         with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self._pool):
-            for _ in range(2 * small_segments(wanted)):
-                pointers.append(self._allocate(LARGE_GRAIN_BYTES // 2))
-            size = wanted - self.held_bytes
+            for _ in range(2 * SMALL_SEGMENTS):
+                pointers.append(self._allocate(1 << 20))
+            size = wanted - 2 * SMALL_SEGMENTS * (1 << 20)
             while wanted - self.held_bytes >= SMALLEST_BLOCK_BYTES and size >= SMALLEST_BLOCK_BYTES:
                 size = min(size, wanted - self.held_bytes) // LARGE_GRAIN_BYTES * LARGE_GRAIN_BYTES
                 try:

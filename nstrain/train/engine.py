@@ -102,9 +102,6 @@ class Engine(Protocol):
     def restored(self, counts: OptimizerCounts) -> None:
         """Take up weights and moments that were loaded into `flat`."""
 
-    def close(self) -> None:
-        """Give back what it took of a device beside `flat`; the last call. Never raises."""
-
 
 class EagerEngine:
     """The engine that runs every operator as it comes.
@@ -280,9 +277,6 @@ class EagerEngine:
         """Take up weights and moments that were loaded into `flat`."""
         self.counts = dataclasses.replace(counts)
         self.model.refresh()
-
-    def close(self) -> None:
-        """Nothing is to be given back."""
 
 
 def to_host(readings: Tensor) -> list[float]:

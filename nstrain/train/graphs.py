@@ -108,15 +108,6 @@ class GraphEngine(EagerEngine):
         super().restored(counts)
         torch.cuda.synchronize()
 
-    def close(self) -> None:
-        """Give the arena back, graphs first.
-
-        A process that ends takes its objects down in an order of its own, and torch 2.9 asserts that no graph is left
-        in a pool that goes: then it would die of SIGABRT, whatever its exit code was to be.
-        """
-        with contextlib.suppress(RuntimeError, NstrainError):  # a GPU in error, or a capture that failed
-            self.close_arena()
-
     def open_arena(self) -> int:
         """Take the arena's memory now, and not with the first micro-batch; the bytes it holds."""
         return self._opened_arena().held_bytes
@@ -130,9 +121,8 @@ class GraphEngine(EagerEngine):
             graph.reset()
         self._micro_graphs.clear()
         self._update_graphs = self._norms = self._clip = None
-        freed = self._arena.close()
-        self._arena = None  # only now: one that is not empty, or holds what a capture that failed left, is kept
-        return freed
+        arena, self._arena = self._arena, None
+        return arena.close()
 
     def _opened_arena(self) -> Arena:
         if self._arena is None:

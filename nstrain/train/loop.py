@@ -135,7 +135,6 @@ class Trainer:
         self._ahead.close()
         self._saver.close()
         self._alarming.close()
-        self.engine.close()
 
     def _finished(self) -> bool:
         count = self.data.cycle_count

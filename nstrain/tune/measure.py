@@ -118,35 +118,33 @@ def measure(
     """
     enter_deterministic_mode(settings.threads)
     report.stage("building the model")
-    with contextlib.closing(
-        make_engine(build(settings.model, vocabulary, settings.device, settings.seed), settings)
-    ) as engine:
-        engine.set_length(LengthSettings(micro_rows=shape.micro_rows, recompute=shape.recompute))
-        if settings.device == "cpu":
-            # What libraries load with a first update belongs to no shape, and would count as growth of the process.
-            short = Shape(min(shape.row_tokens, SHORT_ROW_TOKENS), 1, shape.recompute)
-            _update(engine, _random_rows(short, vocabulary, 1, 0), 1)
-        memory = _GpuMemory(engine) if settings.device == "cuda" else _HostMemory()
-        report.stage("warming up")
-        _update(engine, _random_rows(shape, vocabulary, batches, 0), shape.micro_rows)  # the average begins with it
-        times: list[tuple[float, float]] = []
-        while len(times) < LARGEST_TIMED_UPDATES and (
-            len(times) < SMALLEST_TIMED_UPDATES or sum(map(sum, times)) < seconds
-        ):
-            report.stage(f"timing, update {len(times) + 1}")
-            rows = _random_rows(shape, vocabulary, batches, len(times) + 1)
-            times.append(_update(engine, rows, shape.micro_rows))
-        report.stage("validating")
-        _validate(engine, settings, vocabulary, shape)
-        transient_bytes, room_bytes = memory.read()
-        return Measurement(
-            micro_batch_s=statistics.median(accumulated for accumulated, _ in times) / batches,
-            finish_s=statistics.median(finished for _, finished in times),
-            updates=len(times),
-            persistent_bytes=_persistent_bytes(engine),
-            transient_bytes=transient_bytes,
-            room_bytes=room_bytes,
-        )
+    engine = make_engine(build(settings.model, vocabulary, settings.device, settings.seed), settings)
+    engine.set_length(LengthSettings(micro_rows=shape.micro_rows, recompute=shape.recompute))
+    if settings.device == "cpu":
+        # What libraries load with a first update belongs to no shape, and would count as growth of the process.
+        short = Shape(min(shape.row_tokens, SHORT_ROW_TOKENS), 1, shape.recompute)
+        _update(engine, _random_rows(short, vocabulary, 1, 0), 1)
+    memory = _GpuMemory(engine) if settings.device == "cuda" else _HostMemory()
+    report.stage("warming up")
+    _update(engine, _random_rows(shape, vocabulary, batches, 0), shape.micro_rows)  # the average begins with it
+    times: list[tuple[float, float]] = []
+    while len(times) < LARGEST_TIMED_UPDATES and (
+        len(times) < SMALLEST_TIMED_UPDATES or sum(map(sum, times)) < seconds
+    ):
+        report.stage(f"timing, update {len(times) + 1}")
+        rows = _random_rows(shape, vocabulary, batches, len(times) + 1)
+        times.append(_update(engine, rows, shape.micro_rows))
+    report.stage("validating")
+    _validate(engine, settings, vocabulary, shape)
+    transient_bytes, room_bytes = memory.read()
+    return Measurement(
+        micro_batch_s=statistics.median(accumulated for accumulated, _ in times) / batches,
+        finish_s=statistics.median(finished for _, finished in times),
+        updates=len(times),
+        persistent_bytes=_persistent_bytes(engine),
+        transient_bytes=transient_bytes,
+        room_bytes=room_bytes,
+    )
 
 
 def _random_rows(shape: Shape, vocabulary: int, batches: int, number: int) -> TokenRows:

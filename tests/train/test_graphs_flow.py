@@ -164,28 +164,6 @@ def test_an_arena_is_opened_once_and_anew_after_it_was_closed(engine: GraphEngin
     assert FakeArena.made == made + 2
 
 
-def test_its_end_resets_graphs_before_their_pool_and_never_raises(
-    engine: GraphEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    happened: list[str] = []
-    monkeypatch.setattr(FakeGraph, "reset", lambda graph: happened.append("graph"))
-    monkeypatch.setattr(FakeArena, "close", lambda arena: happened.append("pool") or 0)
-    train_update(engine, random_rows(4), 2, 1e-2, 0.1)
-    engine.close()
-    engine.close()
-    assert happened == ["graph"] * 3 + ["pool"]
-    train_update(engine, random_rows(4), 2, 1e-2, 0.1)
-
-    def fail() -> None:
-        raise RuntimeError("CUDA error: unspecified launch failure")
-
-    monkeypatch.setattr(FakeArena, "close", lambda arena: fail())
-    engine.close()
-    assert engine._arena is not None, "its pool would go with a capture in it that failed"
-    monkeypatch.setattr(torch.cuda, "synchronize", fail)
-    engine.close()
-
-
 def test_what_it_tells_goes_where_it_is_told_to(
     engine: GraphEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
