@@ -5,6 +5,7 @@ The model is the stand-in package that host.json names; everything else is real.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -158,16 +159,18 @@ def test_waits_for_data_visibly_and_can_be_stopped_meanwhile(tmp_path: Path) -> 
 def test_an_error_of_the_background_writer_ends_the_process_with_its_story_in_the_log(
     uninterrupted: Outcome, line: LinePaths
 ) -> None:
-    """A file lies where the directory of a later checkpoint is to be made. Launched again, the line mends it."""
-    trainer = launch(line)
-    wait_until(lambda: (last_update(line) or 0) >= 1, what="the first update")
-    (line.checkpoints / "u00000036.partial").write_text("in the way")
+    """At the checkpoint of update 36, before a byte is written. Launched again, the line mends it."""
+    plan = [{"after": 33, "do": "failing writer"}]
+    line.root.with_name("run.faults.json").write_text(json.dumps(plan))
+    with line.run_log.open("ab") as log_file:
+        command = [sys.executable, str(ROOT / "tests" / "supervise" / "faulty_trainer.py"), str(line.root)]
+        trainer = subprocess.Popen(command, stdout=log_file, stderr=subprocess.STDOUT, env=environment(line), cwd=ROOT)
     assert trainer.wait(timeout=60) == ExitCode.FAILED
     log = log_of(line)
-    assert "NotADirectoryError" in log
-    assert "u00000036.partial" in log
+    assert "NotADirectoryError: at checkpoint:begin" in log
     assert "_write_files" not in log, "it came before a byte was written"
     assert line.latest.read_text().strip() == "u00000032"
+    (line.checkpoints / "u00000036.partial").write_text("half-written")
     assert run(line) == ExitCode.DONE
     assert "u00000036.partial: removed, left by an interrupted write" in log_of(line)
     assert outcome(line) == uninterrupted
