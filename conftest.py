@@ -34,3 +34,19 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     """
     if item.get_closest_marker("card_alone") and "torch" in sys.modules:
         assert not sys.modules["torch"].cuda.is_initialized(), "pytest's own process has used the card: start another"
+
+
+def pytest_configure() -> None:
+    """Start torch's threads as ones that flush denormal numbers, which tests/train needs of them; threads inherit it.
+
+    A worker that had computed in other tests first could not take over tests of tests/train. The main thread itself
+    does not flush: other tests have denormal numbers.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_flush_denormal(True)
+    torch.set_num_threads(2)
+    torch.ones(1 << 21).mul_(2)
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
