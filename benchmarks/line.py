@@ -40,7 +40,7 @@ SOURCES = ("stdlib", "headers")
 """Those of the demo's sources that have enough text for long rows."""
 HELD_OUT_SHARE = 0.15
 USUAL_EVERY = 1000
-"""Updates between validations that a new line has (`nstrain new`)."""
+"""Updates between validations that a long line has (`nstrain new`; a short one has more of them)."""
 
 
 def filled_tokenizer(vocabulary: int) -> bytes:

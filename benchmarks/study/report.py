@@ -227,12 +227,7 @@ def _title(row: Row) -> str:
 
 def draw(rows: Sequence[Row], path: Path, what: str) -> None:
     """Lines of one kind: `curve` over tokens, `document` over the position in the document, `long` over long rows."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=110)
+    figure, axes = _figure(width=8)
     for row in rows:
         x, y = _points(row, what)
         axes.plot(x, y, label=f"{_title(row)} @ {row['rate']:g}", linewidth=1.2)
@@ -243,12 +238,8 @@ def draw(rows: Sequence[Row], path: Path, what: str) -> None:
     else:
         lowest = min(min(_points(row, what)[1]) for row in rows)
         axes.set_ylim(lowest - 0.1, lowest + 2.0)
-    axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Software": None})
-    pyplot.close(figure)
+    _save(figure, path)
 
 
 def draw_less(default: Row, rows: Sequence[Row], path: Path) -> None:
@@ -256,17 +247,12 @@ def draw_less(default: Row, rows: Sequence[Row], path: Path) -> None:
 
     From a third of the tokens on, the legend in the order of the ends.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     of_default = dict(zip(*_points(default, "curve"), strict=True))
     lines = []
     for row in rows:
         points = [(x, y - of_default[x]) for x, y in zip(*_points(row, "curve"), strict=True) if x in of_default]
         lines.append((f"{row['arm']} @ {row['rate']:g}", [(x, y) for x, y in points if x >= max(of_default) / 3]))
-    figure, axes = pyplot.subplots(figsize=(9, 5), dpi=110)
+    figure, axes = _figure(width=9)
     axes.axhline(0, color="black", linewidth=1.2, label=f"{_title(default)} @ {default['rate']:g}")
     for number, (label, points) in enumerate(sorted(lines, key=lambda line: -line[1][-1][1])):
         style = ("-", "--", ":")[number // 10 % 3]  # ten colours
@@ -275,12 +261,24 @@ def draw_less(default: Row, rows: Sequence[Row], path: Path) -> None:
     axes.set_ylim(min(*ends, 0) - 0.1, min(max(*ends, 0), 0.5) + 0.1)
     axes.set_xlabel("million training tokens")
     axes.set_ylabel("nats a token, less the default's")
-    axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _save(figure, path)
+
+
+def _figure(width: float) -> tuple[Any, Any]:
+    """A figure without a display, and its axes; `width` in inches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, 5), dpi=110)
+    axes = figure.subplots()
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> None:
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Software": None})
-    pyplot.close(figure)
 
 
 def _points(row: Row, what: str) -> tuple[list[float], list[float]]:
