@@ -293,7 +293,7 @@ def status(work: Work, as_json: AsJson = False) -> None:
             rows.append(("", f"{download.source}: {download.describe()}"))
         if found.preparer.error:
             rows.append(("", found.preparer.error))
-    rows += [("consumer", f"{c.run}: cycle {c.cycle}, row {c.row:,}") for c in found.consumers]
+    rows += [("consumer", f"cycle {c.cycle}, row {c.row:,}: {c.run}") for c in found.consumers]
     print(table(str(found.work), ("", ""), rows))
 
 

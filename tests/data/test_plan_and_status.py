@@ -339,17 +339,18 @@ def test_status_tells_where_a_line_stands(tmp_path: Path, tokenizer: Path) -> No
     assert (new["consumers"], new["cycles_bytes"], new["open_bytes"]) == ([], 0, 0)
     collect_held_out(line)
     prepare(line, 2)
-    write_consumer(line.work, "run", 2, 5, 1400, tmp_path)
+    run = tmp_path / ("a-long-name-" * 10)  # folded in the table, the words before it not
+    write_consumer(line.work, "run", 2, 5, 1400, run)
     run_preparer(line.work, until_cycle=2, workers=0)
     now = status_of(line)
     assert (now["prepared_cycles"], now["cycles_on_disk"], now["held_out"]) == (2, [2], True)
     assert now["preparer"]["stage"] == "done"
-    assert now["consumers"] == [{"format": 1, "id": "run", "run": str(tmp_path), "cycle": 2, "row": 5, "tokens": 1400}]
+    assert now["consumers"] == [{"format": 1, "id": "run", "run": str(run), "cycle": 2, "row": 5, "tokens": 1400}]
     assert now["cycles_bytes"] == size_of(line.work / "cycles") > 0
     assert now["open_bytes"] == size_of(line.work / "open") > 0
     text = CliRunner().invoke(app, ["status", "--work", str(line.work)]).output
     assert "2 of 3" in text
-    assert "row 5" in text
+    assert "cycle 2, row 5" in text
 
 
 def test_a_running_preparer_is_seen(tmp_path: Path, tokenizer: Path) -> None:
