@@ -28,11 +28,8 @@ class Removed:
     """What was removed."""
 
     checkpoints: tuple[ListedCheckpoint, ...]
-
-    @property
-    def bytes(self) -> int:
-        """What that freed."""
-        return sum(item.bytes for item in self.checkpoints)
+    bytes: int
+    """What that freed: nothing of those that are links to a place elsewhere, which keeps its files."""
 
 
 def checkpoints_of(run: Path) -> list[ListedCheckpoint]:
@@ -109,13 +106,19 @@ def remove_aside(run: Path) -> Removed:
     paths = _paths(run)
     with at_rest(paths, "thinned"):
         listed = {item.name: item for item in list_checkpoints(paths) if item.set_aside}
-        gone = remove_set_aside(paths, None)
-        return Removed(tuple(listed[name] for name in gone if name in listed))
+        sizes = {name: _own_bytes(paths.set_aside, item) for name, item in listed.items()}
+        gone = [name for name in remove_set_aside(paths, None) if name in listed]
+        return Removed(tuple(listed[name] for name in gone), sum(sizes[name] for name in gone))
 
 
 def _remove(paths: LinePaths, gone: list[ListedCheckpoint]) -> Removed:
+    freed = sum(_own_bytes(paths.checkpoints, item) for item in gone)
     remove_checkpoints(paths, [item.update for item in gone])
-    return Removed(tuple(gone))
+    return Removed(tuple(gone), freed)
+
+
+def _own_bytes(directory: Path, item: ListedCheckpoint) -> int:
+    return 0 if (directory / item.name).is_symlink() else item.bytes
 
 
 def _branches_at(paths: LinePaths) -> dict[int, str]:

@@ -150,6 +150,9 @@ LARGEST_BETA = 0.99999
 SMALLEST_EPS = 1e-20
 """Likewise: an eps that fp32 takes for 0 makes NaN of every weight that has no gradient."""
 
+SMALLEST_CLIP_NORM = 1e-20
+"""Likewise: a gradient's norm over less can pass fp32's range, and every update would be skipped as not finite."""
+
 
 class OptimizerSettings(Settings):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over the global gradient, clipped by its norm."""
@@ -164,7 +167,7 @@ class OptimizerSettings(Settings):
     """Decoupled weight decay (times the rate) of matrices, embedding and memory tables."""
     weight_decay_batch: Positive | None = None
     """Tokens an update at which `weight_decay` holds; the decay is in proportion to the batch. null: constant."""
-    clip_norm: float = pydantic.Field(gt=0)
+    clip_norm: float = pydantic.Field(ge=SMALLEST_CLIP_NORM)
     """The gradient is scaled down to this global norm."""
 
 

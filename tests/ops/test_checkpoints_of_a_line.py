@@ -57,10 +57,13 @@ def line(paths: LinePaths) -> LinePaths:
 
 def test_removal_by_number(line: LinePaths) -> None:
     sizes = {item.update: item.bytes for item in checkpoints_of(line.root)}
-    removed = remove(line.root, [20, 45, 20])
-    assert [item.update for item in removed.checkpoints] == [20, 45]
-    assert removed.bytes == sizes[20] + sizes[45] > 0
-    assert line.checkpoint_updates() == [0, 10, 30, 40, 47, 50]
+    moved = line.checkpoint(10).rename(line.root / "moved")
+    line.checkpoint(10).symlink_to(moved)
+    removed = remove(line.root, [20, 45, 20, 10])
+    assert [item.update for item in removed.checkpoints] == [10, 20, 45]
+    assert removed.bytes == sizes[20] + sizes[45] > 0, "a link frees nothing"
+    assert moved.is_dir()
+    assert line.checkpoint_updates() == [0, 30, 40, 47, 50]
     assert newest_good(line) == line.checkpoint(50)
 
 

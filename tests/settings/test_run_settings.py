@@ -46,7 +46,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "beyond fp32, beta": (
         changed("optimizer", "beta2", to=1 - 1e-9), "'optimizer.beta2': input should be less than or equal to 0.99999"
     ),
-    "zero": (changed("optimizer", "clip_norm", to=0.0), "field 'optimizer.clip_norm': input should be greater than 0"),
+    "beyond fp32, clipping": (
+        changed("optimizer", "clip_norm", to=1e-40), "'optimizer.clip_norm': input should be greater than or equal to 0.00"
+    ),
     "no number": (
         changed("learning_rate", 0, "start", to=float("nan")), "'learning_rate.0.start': input should be a finite"
     ),
