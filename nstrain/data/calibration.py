@@ -185,6 +185,11 @@ class _SourceSample:
 
 def load_calibration(path: Path) -> Calibration:
     """The calibration in a line's state.json. Raises `Refusal` if there is none."""
+    if not path.exists():
+        raise Refusal(
+            f"{path}: no such file, but calibration_from in host.json names it; name the state.json of a data line "
+            "that is there, or leave calibration_from out of host.json"
+        )
     state: Any = read_json(path)
     if not isinstance(state, dict) or "calibration" not in state:
         raise Refusal(f"{path}: holds no calibration; name the state.json of a data line")

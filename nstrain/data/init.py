@@ -120,8 +120,8 @@ def init_line(
     Everything is checked before the directory appears: the tokenizer (with the canary), every source's files and
     columns, the schedule, and whether each source's bytes can give the tokens that the schedule takes.
     Until then, what is fetched lies in .NAME.downloads beside it, for the next try should this one fail.
-    `calibration_from` names the state.json of a line whose calibration is taken over for the sources that it has.
-    Raises `Refusal`.
+    `calibration_from` names the state.json of a line whose calibration is taken over for the sources that it has; that
+    of the line which is being made has none to take over. Raises `Refusal`.
     """
     refuse_existing(work)
     refuse_unmakeable(work)
@@ -141,7 +141,7 @@ def init_line(
         _refuse_missing_columns(entry, ready[entry.name], listings[entry.name])
     pinned = tuple(_pinned(source, listings[name]) for name, source in sources.items())
     refuse_too_small(Schedule((piece,), unit_tokens), pinned, encoder)
-    known = None if calibration_from is None else load_calibration(calibration_from)
+    known = _known_calibration(work, calibration_from)
     calibration = calibrate([(ready[name], listings[name]) for name in sources], encoder, known, on_sample)
     settings = LineSettings(
         id="",
@@ -163,6 +163,13 @@ def init_line(
     settings = settings.model_copy(update={"id": settings.fixed_id()})
     _write(work, settings, tokenizer, listings, calibration, downloads)
     return DataLine.open(work)
+
+
+def _known_calibration(work: Path, calibration_from: Path | None) -> Calibration | None:
+    """The calibration to take over; None without one, and for the line that host.json names for all that follow it."""
+    if calibration_from is None or calibration_from.resolve() == (work / "state.json").resolve():
+        return None
+    return load_calibration(calibration_from)
 
 
 def _pin_revisions(recipe: Recipe, on_notice: Callable[[str], None]) -> dict[str, SourceSettings]:

@@ -189,7 +189,11 @@ def test_a_calibration_of_another_tokenizer_or_none_is_refused_and_nothing_is_le
         (first.work / "state.json", other, "calibration is of the tokenizer with sha256 .*leave calibration_from out"),
         (empty, tokenizer, r"empty.json: holds no calibration; name the state.json"),
         (broken, tokenizer, r"broken.json: calibration.*bytes"),
-        (tmp_path / "nowhere.json", tokenizer, r"nowhere.json"),
+        (
+            tmp_path / "nowhere.json",
+            tokenizer,
+            r"nowhere.json: no such file, .*leave calibration_from out of host.json",
+        ),
     ):
         before = sorted(p.name for p in tmp_path.iterdir())
         with pytest.raises(Refusal, match=match):
@@ -211,6 +215,16 @@ def test_host_json_names_it_for_data_init(tmp_path: Path, tokenizer: Path, monke
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert load_calibration(tmp_path / "two" / "state.json").sources["web"].strata["a"].tokens == 777
+
+
+def test_host_json_may_name_the_very_line_that_is_made(tmp_path: Path, tokenizer: Path) -> None:
+    """As long as it is not there: the first line is sampled, and those after it take its numbers over."""
+    sources = [source("web", write_tree(tmp_path / "text", prose_tree(1, {"a": 60})))]
+    (tmp_path / "way").symlink_to(tmp_path)
+    known = tmp_path / "way" / "one" / "state.json"
+    first = make_line(tmp_path / "one", tokenizer, sources, 320, None, calibration_from=known)
+    second = make_line(tmp_path / "two", tokenizer, sources, 320, None, calibration_from=known)
+    assert load_calibration(second.work / "state.json") == load_calibration(first.work / "state.json")
 
 
 # ------------------------------------------------------------------ a whole line under a bad calibration
