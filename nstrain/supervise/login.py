@@ -31,10 +31,12 @@ NEVER_USEC = 2**64 - 1
 """How the bus writes a time that never comes."""
 
 KEPT_VARIABLES = re.compile(
-    r"PATH|HOME|LANG|VIRTUAL_ENV|LD_LIBRARY_PATH|PYTHON.*|NSTRAIN_HOST|CUDA_.*|NVIDIA_.*|OMP_.*|TRITON_.*|TORCH.*"
-    r"|HF_.*|.*_PROXY|.*_proxy|SSL_CERT_FILE|REQUESTS_CA_BUNDLE"
+    r"PATH|HOME|LANG|VIRTUAL_ENV|LD_LIBRARY_PATH|LD_PRELOAD|PYTHON.*|NSTRAIN_HOST|HF_.*|.*_PROXY|.*_proxy"
+    r"|SSL_CERT_FILE|REQUESTS_CA_BUNDLE|NOTIFY_.*|NEURONSPARK_.*|CUDA_.*|NVIDIA_.*|CUBLAS_.*|TRITON_.*|TORCH.*|PYTORCH_.*"
+    r"|ATEN_.*|OMP_.*|MKL_.*"
 )
-"""Variables of the environment that a service needs to do what the command would have done here."""
+"""Variables of the environment that a service needs to do what the command would have done here: what it finds, whom it
+tells (examples/notify), and which numbers come out."""
 
 BusReader = Callable[[str], "str | None"]
 """A property of logind's manager as busctl prints it, `b false` or `as 1 "root"`; None if it cannot be had."""
@@ -154,11 +156,12 @@ def refuse_mortal_login(
 def service_command(name: str, command: Sequence[str], environment: Mapping[str, str]) -> str:
     """The systemd-run command that runs `command` as a system service, as this user, here and in this environment.
 
-    The values of variables are left for the shell to fill in: some are secret.
+    The values of variables are left for the shell to fill in: some are secret. `--collect` lets the same command be
+    typed again: a line that was stopped ends with 3, and systemd keeps the name of a unit that has not ended with 0.
     """
     kept = [variable for variable in sorted(environment) if KEPT_VARIABLES.fullmatch(variable)]
     words = [
-        *("sudo", "systemd-run", f"--unit={name}", f"--uid={os.getuid()}", f"--gid={os.getgid()}"),
+        *("sudo", "systemd-run", "--collect", f"--unit={name}", f"--uid={os.getuid()}", f"--gid={os.getgid()}"),
         *("-p", "KillMode=mixed", "-p", "TimeoutStopSec=1h", "-p", f"WorkingDirectory={os.getcwd()}"),
     ]
     quoted = [shlex.quote(word) for word in words]
