@@ -178,9 +178,12 @@ def run(
     """Train the line in the background, trainer and preparer under one supervisor; `nstrain stop` stops it."""
     place = resolve(run)
     if foreground:
+        from nstrain.supervise.refused_start import refused_start_told
         from nstrain.supervise.supervisor import run_foreground
 
-        raise typer.Exit(int(run_foreground(place)))
+        with refused_start_told(place):
+            code = run_foreground(place)
+        raise typer.Exit(int(code))
     from nstrain.cli.background import begin
     from nstrain.line.paths import LinePaths
     from nstrain.line.run_json import refuse_no_line

@@ -58,7 +58,7 @@ class Notice(Settings):
     host: str
     """The machine's name."""
     line: str
-    """The line's id (run.json)."""
+    """The line's id (run.json); empty where that cannot be read."""
     run: str
     """The line's directory."""
     text: str

@@ -17,11 +17,15 @@ from typing import get_args
 
 import pytest
 from notice_sink import notices, set_notify
-from supervise_helpers import SupervisorProcess, supervise, wait_until
+from supervise_helpers import SupervisorProcess, supervise, wait_until, work_of
+from typer.testing import CliRunner
 
-from nstrain.base.errors import ExitCode
+from nstrain.base.disk import FileLock
+from nstrain.base.errors import ExitCode, Interrupted, Refusal
+from nstrain.cli.main import app
 from nstrain.line.notices import LONGEST_TEXT, Event, Notice, Notifier, notice
 from nstrain.line.paths import LinePaths
+from nstrain.supervise.refused_start import refused_start_told
 
 ROOT = Path(__file__).parents[2]
 TOLD = notice("failed", "line", Path("/run"), "it failed", update=3, tokens=300)
@@ -131,6 +135,34 @@ def test_each_end_is_one_notice(paths: LinePaths, tmp_path: Path, trainer: str, 
     told = notices(sink)
     assert [one["event"] for one in told] == events
     assert all(one["run"] == str(paths.root) and one["line"] == "small" for one in told)
+
+
+def test_a_refused_start_is_told_where_no_terminal_shows_it(
+    paths: LinePaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a service after a restart of the machine, whose disk is not mounted yet."""
+    sink = set_notify(tmp_path)
+    work_of(paths).rename(tmp_path / "not mounted")
+    start = ["run", str(paths.root), "--foreground"]
+    assert CliRunner().invoke(app, start).exit_code != ExitCode.DONE
+    (told,) = notices(sink)
+    assert (told["event"], told["line"], told["run"]) == ("failed", "small", str(paths.root))
+    assert re.search("was not started: .*is not a data line", told["text"])
+
+    paths.root.rename(tmp_path / "not mounted either")
+    assert CliRunner().invoke(app, start).exit_code != ExitCode.DONE
+    assert [(one["line"], "no run.json" in one["text"]) for one in notices(sink)[1:]] == [("", True)]
+    (tmp_path / "not mounted either").rename(paths.root)
+
+    with FileLock(paths.supervisor_lock).acquire("another supervisor"):
+        assert CliRunner().invoke(app, start).exit_code != ExitCode.DONE
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with pytest.raises(Refusal), refused_start_told(paths.root):
+        raise Refusal("seen by whoever typed the command")
+    monkeypatch.undo()
+    with pytest.raises(Interrupted), refused_start_told(paths.root):
+        raise Interrupted("Ctrl-C")
+    assert len(notices(sink)) == 2
 
 
 @pytest.mark.parametrize(
