@@ -134,22 +134,34 @@ def val(
 @app.command("extend")
 def extend(
     work: Work,
-    cycles: Annotated[int | None, typer.Option(min=1, help="More cycles (default: until a source is used up).")] = None,
+    cycles: Annotated[
+        int | None, typer.Option(min=0, help="More cycles (default: until a source is used up); with --after also 0.")
+    ] = None,
     cycle_tokens: Annotated[str | None, typer.Option(help="Tokens of a cycle (default: as in the last piece).")] = None,
     share: Annotated[
         list[str] | None,
         typer.Option(help="NAME=SHARE, once a source, none of others: a new mixture (default: the last piece's)."),
     ] = None,
+    after: Annotated[
+        int | None,
+        typer.Option(min=0, help="Put them after this cycle, in the place of later ones, none of which is prepared."),
+    ] = None,
 ) -> None:
-    """Add cycles at the end of the schedule; what it already says never changes."""
+    """Add cycles at the end of the schedule, or replace what is not prepared of it; what is never changes."""
     from nstrain.data.extend import extend_line
+    from nstrain.ops.data_at_rest import data_at_rest
 
-    tokens = None if cycle_tokens is None else parse_tokens(cycle_tokens, "--cycle-tokens")
-    line = extend_line(resolve(work), cycles, tokens, parse_recipe(share))
+    place, tokens = resolve(work), None if cycle_tokens is None else parse_tokens(cycle_tokens, "--cycle-tokens")
+    with contextlib.nullcontext() if after is None else data_at_rest(place, "given another schedule"):
+        line = extend_line(place, cycles, tokens, parse_recipe(share), after)
     piece = line.settings.schedule[-1]
+    if cycles == 0:
+        print(f"schedule: ends after cycle {after}")
+        return
     count = "open-ended," if piece.cycles is None else f"{piece.cycles} more"
     total = "" if line.cycle_count is None else f"; {line.cycle_count} cycles in all"
-    print(f"schedule: {count} cycles of {piece.cycle_tokens:,} tokens{total}")
+    begins = "" if after is None else f", from cycle {after + 1} on"
+    print(f"schedule: {count} cycles of {piece.cycle_tokens:,} tokens{begins}{total}")
     print(piece.describe_mixture(line.source_names))
 
 

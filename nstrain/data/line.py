@@ -123,7 +123,7 @@ class LineSettings(Settings):
     calibration_sha256: str
     """Of the calibration in state.json (`Calibration.digest`)."""
     schedule: tuple[Piece, ...]
-    """Pieces of cycles; only grows at its end."""
+    """Pieces of cycles; what they say of a prepared cycle never changes."""
     sources: tuple[PinnedSource, ...]
     """In the recipe's order."""
     fork: Fork | None = None

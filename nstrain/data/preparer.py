@@ -26,6 +26,7 @@ from nstrain.base.logs import FollowedLog, write_whole_lines
 from nstrain.data.consumers import consumer_path, read_consumers
 from nstrain.data.cycles import delete_consumed, discard_partial_cycles, prepare_cycle
 from nstrain.data.encode import Encoder
+from nstrain.data.extend import another_schedule_is_offered
 from nstrain.data.line import DataLine
 from nstrain.data.manifest import last_manifest, refuse_edited_pasts
 from nstrain.data.opener_pool import OpenerPool, default_workers
@@ -168,9 +169,10 @@ class Preparer:
             self._show("preparing", cycle)
         pool.encoded_tokens = 0
         try:
-            prepare_cycle(
-                self.line, cycle, encoder, lambda share: self._progress(cycle, share), pool, self._downloading
-            )
+            with another_schedule_is_offered(self.line, cycle):
+                prepare_cycle(
+                    self.line, cycle, encoder, lambda share: self._progress(cycle, share), pool, self._downloading
+                )
         except FileRefusal as error:
             if not self.line.manifest_path(cycle).exists():
                 raise

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
+import shlex
 import shutil
 import signal
 import sys
@@ -24,11 +26,13 @@ from data_helpers import (
     start_preparer,
     write_tree,
 )
+from typer.testing import CliRunner
 
 from nstrain.base.detach import start_in_background
 from nstrain.base.disk import atomic_write_json, read_json
 from nstrain.base.errors import DiskFull, Exhausted, ExitCode, NstrainError, Refusal
 from nstrain.base.logs import ROTATE_BYTES, old_log
+from nstrain.cli.data import app
 from nstrain.data import cycles as cycles_module
 from nstrain.data import entries as entries_module
 from nstrain.data import opener_pool as opener_pool_module
@@ -343,6 +347,12 @@ def test_an_exhausted_source_ends_it_for_the_operator(tokenizer: Path, tmp_path:
     assert f"in cycle {status.cycle}:" in status.error
     with pytest.raises(Exhausted):
         run_preparer(line.work, 99, workers=0)
+
+    # What it says is to be typed, as it stands.
+    (command,) = re.findall(r"`nstrain data (extend [^`]*)`", status.error)
+    assert CliRunner().invoke(app, shlex.split(command)).exit_code == ExitCode.DONE
+    assert DataLine.open(line.work).cycle_count == status.cycle - 1
+    assert run_preparer(line.work, 99, workers=0) == ExitCode.DONE
 
 
 def test_an_unexpected_error_is_recorded_and_raised(line: DataLine, monkeypatch: pytest.MonkeyPatch) -> None:

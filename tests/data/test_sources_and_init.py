@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_helpers import EOS, contents, environment, make_line, prose_tree, quick, source, write_tree
+from data_helpers import (
+    EOS,
+    contents,
+    environment,
+    make_line,
+    manifest_of,
+    prepare,
+    prose_tree,
+    quick,
+    source,
+    write_tree,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,8 +37,10 @@ from nstrain.data.extend import extend_line
 from nstrain.data.globs import matcher
 from nstrain.data.init import init_line, load_recipe
 from nstrain.data.line import DataLine
+from nstrain.data.manifest import refuse_edited_pasts
 from nstrain.data.readers import Row, read_pinned
 from nstrain.data.sources import FoundFile, Listing, PinnedFile, SourceSettings, arrange, list_local, resolve_inside
+from nstrain.data.verify import verify_line
 
 
 def settings(path: Path | str = "/nowhere", **fields: Any) -> SourceSettings:
@@ -409,9 +422,56 @@ def test_a_schedule_is_extended_at_its_end(tmp_path: Path, tokenizer: Path) -> N
     assert line.cycle_count is None
     assert DataLine.open(line.work).id == line.id
     before = contents(line.work)
-    with pytest.raises(Refusal, match="open-ended already"):
+    with pytest.raises(Refusal, match="open-ended already.*--after 0 or later"):
         extend_line(line.work, 1)
     assert contents(line.work) == before
+
+
+def test_what_is_not_prepared_of_a_schedule_can_be_another_one(tmp_path: Path, tokenizer: Path) -> None:
+    root = tree_of(tmp_path)
+    line = make_line(tmp_path / "line", tokenizer, [source("web", root), source("two", root)], 64, 2)
+    line = extend_line(line.work, None, cycle_tokens=128)
+    prepare(line, 1)
+    first, second = line.settings.schedule
+    known = line.manifest_path(1).read_bytes()
+    for words, arguments in {
+        "cycle 1 is prepared, .*--after 1": {"after": 0, "cycles": 1},
+        "no more cycles": {"after": 1, "cycles": 0, "recipe": {"web": 1}},
+    }.items():
+        with pytest.raises(Refusal, match=words):
+            extend_line(line.work, **arguments)  # type: ignore[arg-type]
+    assert DataLine.open(line.work).settings == line.settings
+
+    # In the middle of a piece, at its end, inside the open one: what comes before stays as it is.
+    for after, kept in {
+        5: [first, second.model_copy(update={"cycles": 3})],
+        2: [first],
+        1: [first.model_copy(update={"cycles": 1})],
+    }.items():
+        changed = extend_line(line.work, 2, recipe={"two": 1}, after=after)
+        assert list(changed.settings.schedule[:-1]) == kept
+        assert changed.settings.schedule[-1].recipe == {"two": 1}
+        assert (changed.cycle_count, changed.id) == (after + 2, line.id)
+        with pytest.raises(Refusal, match=f"has {after + 2} cycles"):
+            extend_line(line.work, 1, after=after + 3)
+    assert changed.settings.schedule[-1].cycle_tokens == first.cycle_tokens
+    refuse_edited_pasts(changed)
+    prepare(changed)
+    assert manifest_of(changed, 2)["order"] == ["two"]
+    assert changed.manifest_path(1).read_bytes() == known
+    with pytest.raises(Refusal, match="no more cycles.*with --after"):
+        extend_line(line.work, 0)
+    assert extend_line(line.work, 0, after=3).settings.schedule == changed.settings.schedule
+    assert not [found for found in verify_line(changed) if not found.ok]
+
+
+def test_a_line_without_a_prepared_cycle_can_have_any_schedule_but_none(tmp_path: Path, tokenizer: Path) -> None:
+    root = tree_of(tmp_path)
+    line = make_line(tmp_path / "line", tokenizer, [source("web", root), source("two", root)], 64, None)
+    with pytest.raises(Refusal, match="no more cycles"):
+        extend_line(line.work, 0, after=0)
+    changed = extend_line(line.work, 3, recipe={"two": 1}, after=0)
+    assert [(piece.cycles, piece.recipe) for piece in changed.settings.schedule] == [(3, {"two": 1})]
 
 
 def test_an_extension_that_cannot_be_met_is_refused_and_changes_nothing(tmp_path: Path, tokenizer: Path) -> None:
