@@ -1,6 +1,6 @@
-"""Which checkpoints stay, so that a line's disk use is bounded.
+"""Which checkpoints stay: what bounds the disk that a line takes.
 
-After a commit there stay: the checkpoint that `latest` names; kept ones (a line's start, cycle ends, length changes,
+A commit leaves: the checkpoint that `latest` names; kept ones (a line's start, cycle ends, length changes,
 its end: the points that a branch or a later stage goes on from); the newest `keep_last` others. What has a higher
 number than `latest` belongs to an abandoned continuation and goes. A directory whose state cannot be read is not as
 this code wrote it: it takes no other's place, and stays until a person has looked at it. What a rollback has set aside

@@ -1,6 +1,6 @@
 """host.json: what is true of this machine and not of a line.
 
-Read by every command before anything else, and its `env` is set before torch or triton can be imported; children
+Every command reads it first of all; its `env` is set before torch or triton can be imported; children
 inherit both. The file is `$NSTRAIN_HOST`, or ~/.nstrain/host.json; without one the defaults hold.
 """
 

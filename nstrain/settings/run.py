@@ -267,7 +267,7 @@ class RunSettings(Settings):
     checkpoints: CheckpointSettings
     guards: GuardSettings = GuardSettings()
     print_every: Positive = 10
-    """Updates between two rows in run.log; the row of an update that validated is always printed."""
+    """Updates between two rows in run.log; one with a validation's readings is printed in any case."""
     branch: BranchSettings | None = None
     """Of a branch: its parent, and where it left it."""
     allow_changes: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ A session of its own (setsid, a daemon) does not leave the login's control group
     anything else                           never: a system service, a container, init, a machine without systemd
 
 (logind.conf(5), loginctl(1); facts checked against systemd 252's session_stop.) Where it would be ended, a start is
-refused with the command that runs it as a system service. Facts are read from /proc, /var/lib/systemd/linger and the
+refused with the command of a system service that does so. Facts are read from /proc, /var/lib/systemd/linger and the
 bus, each bounded; what the bus does not tell is assumed to be as distributions ship it, and said.
 """
 
