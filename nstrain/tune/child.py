@@ -137,7 +137,8 @@ class _Process:
                 stage = str(message["stage"])
                 on_stage(stage)
             else:
-                found |= message
+                found = message
+                break  # nothing follows: one that hangs on its way out keeps nobody until its time is up
         if found:  # a device's memory is free again only when the process has left it
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(LEAVE_S)

@@ -18,6 +18,7 @@ from nstrain.base.logs import ROTATE_BYTES, old_log
 from nstrain.base.process import identify
 from nstrain.line.paths import LinePaths
 from nstrain.settings.run import load_run, save_run
+from nstrain.tune import child
 from nstrain.tune.child import TRIAL_COMMAND, TrialFailed, run_trial
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +100,17 @@ def test_an_interrupt_ends_the_trial_as_well(paths: LinePaths) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert paths.run_json.read_bytes() == before
+
+
+def test_one_that_reports_and_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver may hang as a process leaves it: what was measured is known, and the tuner goes on."""
+    monkeypatch.setattr(child, "LEAVE_S", 0.1)
+    says = "os.write(int(sys.argv[-3]), b'{\"machine\": 1}\\n'); print(os.getpid(), flush=True); time.sleep(60)"
+    began, log = time.monotonic(), tmp_path / "trials.log"
+    answer = run_trial({}, log, 60, command=(sys.executable, "-S", "-c", f"import os, sys, time; {says}"))
+    assert answer == {"machine": 1}
+    assert time.monotonic() - began < 30, "it waited until the limit"
+    assert identify(int(log.read_text())) is None
 
 
 def test_an_orphan_leaves(tmp_path: Path) -> None:
