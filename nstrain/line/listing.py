@@ -26,7 +26,7 @@ class ListedCheckpoint:
     bytes_with_average: int
     """What they would take with the weights' moving average among them, which is so once that has begun."""
     latest: bool
-    """Whether the line goes on from it."""
+    """Whether the line goes on from it: the one that `latest` names, or if that is lost the newest that may be it."""
     set_aside: bool
     """Whether a rollback has taken it out of the line; it goes once the line is as far again."""
     kept: bool | None
@@ -46,7 +46,8 @@ class ListedCheckpoint:
 def list_checkpoints(paths: LinePaths) -> list[ListedCheckpoint]:
     """The line's checkpoints in order of their update, then what rollbacks have set aside. What vanishes meanwhile
     (the trainer's retention) is left out."""
-    latest = _latest(paths)
+    named = _named(paths)
+    latest = max((update for update in paths.checkpoint_updates() if named is None or update <= named), default=None)
     found = []
     for directory, set_aside in ((paths.checkpoints, False), (paths.set_aside, True)):
         entries = sorted(directory.iterdir()) if directory.is_dir() else []
@@ -55,15 +56,15 @@ def list_checkpoints(paths: LinePaths) -> list[ListedCheckpoint]:
     return found
 
 
-def _latest(paths: LinePaths) -> str | None:
-    """The name in checkpoints/latest (checkpoint.py reads it too, but imports numpy)."""
+def _named(paths: LinePaths) -> int | None:
+    """The update of the checkpoint that `latest` names (checkpoint.py reads it too, but imports numpy)."""
     try:
-        return paths.latest.read_text(errors="replace").strip()
+        return parse_checkpoint_name(paths.latest.read_text(errors="replace").strip())
     except OSError:
         return None
 
 
-def _listed(directory: Path, set_aside: bool, latest: str | None) -> ListedCheckpoint | None:
+def _listed(directory: Path, set_aside: bool, latest: int | None) -> ListedCheckpoint | None:
     name = directory.name.partition(".")[0] if set_aside else directory.name
     update = parse_checkpoint_name(name)
     if update is None:
@@ -80,7 +81,7 @@ def _listed(directory: Path, set_aside: bool, latest: str | None) -> ListedCheck
         update=update,
         bytes=size,
         bytes_with_average=size if has_average else size + files["weights.safetensors"].st_size,
-        latest=not set_aside and directory.name == latest,
+        latest=not set_aside and update == latest,
         set_aside=set_aside,
         kept=state.get("kept"),
         reason=state.get("reason"),

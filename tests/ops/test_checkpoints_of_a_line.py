@@ -83,6 +83,17 @@ def test_nothing_goes_if_one_may_not(line: LinePaths, updates: list[int], messag
     assert line.checkpoint_updates() == [0, 10, 20, 30, 40, 45, 47, 50]
 
 
+def test_what_the_line_goes_on_from_stays_also_where_latest_is_lost(line: LinePaths) -> None:
+    for latest, goes_on in (("u00000049", 47), ("torn", 50), (None, 50)):
+        line.latest.unlink() if latest is None else line.latest.write_text(latest)
+        assert [item.update for item in checkpoints_of(line.root) if item.latest] == [goes_on]
+        assert newest_good(line, warn=lambda text: None) == line.checkpoint(goes_on)
+        with pytest.raises(Refusal, match="the line goes on from it"):
+            remove(line.root, [goes_on])
+    thin(line.root, 100)
+    assert newest_good(line, warn=lambda text: None) == line.checkpoint(50)
+
+
 def test_a_fork_goes_if_that_is_said(line: LinePaths) -> None:
     add_branch(line, new_branch(Path("/runs/b1"), "b1", 2, 20, 10_240, "decay:1e3"))
     assert [item.update for item in thin(line.root, 10).checkpoints] == [10, 40]
