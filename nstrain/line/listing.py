@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nstrain.line.paths import LinePaths, parse_checkpoint_name
+from nstrain.line.paths import LinePaths, parse_checkpoint_name, parse_set_aside_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,7 @@ def _named(paths: LinePaths) -> int | None:
 
 
 def _listed(directory: Path, set_aside: bool, latest: int | None) -> ListedCheckpoint | None:
-    name = directory.name.partition(".")[0] if set_aside else directory.name
-    update = parse_checkpoint_name(name)
+    update = (parse_set_aside_name if set_aside else parse_checkpoint_name)(directory.name)
     if update is None:
         return None
     try:

@@ -16,7 +16,10 @@ import dataclasses
 import re
 from pathlib import Path
 
+from nstrain.base.disk import PARTIAL_SUFFIX
+
 _CHECKPOINT_NAME = re.compile(r"u([0-9]{8,})")
+_NUMBERED = re.compile(r"\.[0-9]+$")
 
 REPLACED_SUFFIX = ".replaced"
 """Ends the name of a checkpoint that is being replaced by a new one of the same update (see checkpoint.py)."""
@@ -34,6 +37,12 @@ def parse_checkpoint_name(name: str) -> int | None:
     if found is None or checkpoint_name(int(found[1])) != name:
         return None
     return int(found[1])
+
+
+def parse_set_aside_name(name: str) -> int | None:
+    """The update of a checkpoint that a rollback has set aside, by its directory's name: `u00001200`, or the second of
+    that update, `u00001200.2`. None for a name of a person's own: that directory stays for ever."""
+    return parse_checkpoint_name(_NUMBERED.sub("", name.removesuffix(PARTIAL_SUFFIX)))
 
 
 @dataclasses.dataclass(frozen=True)

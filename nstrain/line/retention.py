@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,9 +20,7 @@ from nstrain.base.disk import PARTIAL_SUFFIX, atomic_write, fsync_dir, remove_en
 from nstrain.base.errors import Refusal
 from nstrain.base.killpoints import kill_point
 from nstrain.line.checkpoint import read_latest, read_state
-from nstrain.line.paths import LinePaths, checkpoint_name, parse_checkpoint_name
-
-_NUMBERED = re.compile(r"\.[0-9]+$")
+from nstrain.line.paths import LinePaths, checkpoint_name, parse_set_aside_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +139,7 @@ def find_set_aside(paths: LinePaths) -> dict[str, int]:
     if not paths.set_aside.is_dir():
         return {}
     names = sorted(entry.name for entry in paths.set_aside.iterdir() if entry.is_dir())
-    updates = {name: parse_checkpoint_name(_NUMBERED.sub("", name.removesuffix(PARTIAL_SUFFIX))) for name in names}
+    updates = {name: parse_set_aside_name(name) for name in names}
     return {name: update for name, update in updates.items() if update is not None}
 
 

@@ -119,11 +119,12 @@ def test_a_lines_end_stays_until_the_schedule_has_grown(line: LinePaths) -> None
 
 def test_what_was_set_aside_is_removed_if_a_person_says_so(line: LinePaths) -> None:
     set_aside_later(line, 40)
-    os.rename(line.set_aside / "u00000050", line.set_aside / "before-the-spike")
+    os.rename(line.set_aside / "u00000050", line.set_aside / "u00000050.before-the-spike")
+    assert [item.name for item in checkpoints_of(line.root) if item.set_aside] == ["u00000045", "u00000047"]
     removed = remove_aside(line.root)
     assert [item.name for item in removed.checkpoints] == ["u00000045", "u00000047"]
     assert removed.bytes > 0
-    assert [path.name for path in line.set_aside.iterdir()] == ["before-the-spike"], "a person's"
+    assert [path.name for path in line.set_aside.iterdir()] == ["u00000050.before-the-spike"], "a person's"
     assert line.checkpoint_updates() == [0, 10, 20, 30, 40]
     with FileLock(line.trainer_lock).acquire("the trainer"), pytest.raises(Refusal, match="thinned"):
         remove_aside(line.root)
