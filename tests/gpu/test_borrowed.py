@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from fake_card import UUID, FakeCard
 
+from nstrain.base.disk import GLANCE_S
 from nstrain.base.errors import GpuTaken, Refusal
 from nstrain.gpu.borrowed import borrowed_gpu
 from nstrain.gpu.lease import gpu_lease, refuse_other_gpu
@@ -35,20 +36,24 @@ def test_it_is_leased_until_the_block_ends(card: FakeCard) -> None:
     assert not lease.held_elsewhere()
 
 
-def test_a_process_on_it_is_waited_for_and_then_told(card: FakeCard) -> None:
+def test_who_is_on_it_is_waited_for_and_then_told(card: FakeCard) -> None:
     card.put(os.getppid())
     with (
         pytest.raises(GpuTaken, match=rf"process {os.getppid()} \(.*\) on {UUID}: wait until it has gone"),
         borrowed_gpu(card.source, wait_s=0.1),
     ):
         pass
-    assert not gpu_lease(UUID, card.source.leases).held_elsewhere()
-    leaves = threading.Timer(0.3, card.put)
-    leaves.start()
+    lease = gpu_lease(UUID, card.source.leases)
+    assert not lease.held_elsewhere()
+    lease.acquire("it")
+    leaves = [threading.Timer(GLANCE_S + 0.1, lease.release), threading.Timer(GLANCE_S + 0.2, card.put)]
+    for timer in leaves:
+        timer.start()
     with borrowed_gpu(card.source, wait_s=20.0) as gpu:
         assert gpu is not None
         assert gpu.processes == ()
-    leaves.join()
+    for timer in leaves:
+        timer.join()
 
 
 def test_on_a_cpu_there_is_nothing_to_borrow() -> None:

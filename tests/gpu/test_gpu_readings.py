@@ -267,6 +267,7 @@ def test_take_and_look(card: FakeCard, foreign: int, own_child: int) -> None:
     assert seen(gpu, 1) is None
     card.put(os.getpid(), own_child, foreign)
     assert gpu.taken_by(5) is None, "not due before update 6"
+    assert gpu._reading is None
     assert f"process {foreign} (sleep)" in (seen(gpu, 6) or "")
     card.put(os.getpid())
     assert seen(gpu, 11) is None, "they have left"
