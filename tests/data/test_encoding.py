@@ -107,7 +107,9 @@ def test_truncation_padding_and_the_post_processor_of_the_file_are_not_applied(t
     )
     encoder = Encoder(library.to_str().encode(), EOS, "t")
     assert ids_of(encoder, prose(1, 30)) == ids_of(load_encoder(tokenizer, EOS), prose(1, 30))
-    assert encoder.control_tokens_by_default([prose(1, 30)])[0] == 0
+    by_default = load_encoder(tokenizer, EOS).control_tokens_by_default([prose(1, 30)])
+    assert encoder.control_tokens_by_default([prose(1, 30)]) == by_default
+    assert by_default[0] == 0
 
 
 def test_another_process_gives_the_same_ids(tokenizer: Path, encoder: Encoder) -> None:

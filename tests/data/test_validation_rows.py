@@ -23,7 +23,7 @@ from data_helpers import (
     source,
     write_tree,
 )
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nstrain.base.disk import canonical_json
@@ -261,6 +261,7 @@ def test_held_out_text_of_another_line_is_refused(tmp_path: Path, tokenizer: Pat
     st.integers(1, 60),
     st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 9)), min_size=1, max_size=8),
 )
+@example(4, [(5, 9), (5, 9), (5, 9)])
 def test_rows_are_shared_out_by_weight_with_one_each_at_least(rows: int, groups: list[tuple[int, int]]) -> None:
     weights, available = [w for w, _ in groups], [a for _, a in groups]
     counts = _apportion(rows, weights, available)
@@ -270,3 +271,5 @@ def test_rows_are_shared_out_by_weight_with_one_each_at_least(rows: int, groups:
         for j, m in enumerate(counts):
             if m > 1 and n < available[i]:
                 assert weights[i] / n <= weights[j] / (m - 1) + 1e-9
+            if i < j and weights[i] == weights[j] and n < available[i]:
+                assert n >= m, "of equals the first"

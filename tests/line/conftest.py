@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,6 +64,35 @@ def make_checkpoint() -> MakeCheckpoint:
         return Checkpoint({**values, **state}, {stem: tensors() for stem in stems})
 
     return make
+
+
+@pytest.fixture
+def disk_events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What is synchronised, given its name or removed as a whole from now on, each with its inode, in order.
+
+    A name is durable once its directory is synchronised after it, a file once itself is. No kill -9 shows that.
+    """
+    events: list[tuple[str, int]] = []
+    fsync, rename, replace, rmtree = os.fsync, os.rename, os.replace, shutil.rmtree
+
+    def synchronised(fd: int) -> None:
+        fsync(fd)
+        events.append(("synchronised", os.fstat(fd).st_ino))
+
+    def named(how: Any, old: Any, new: Any) -> None:
+        how(old, new)
+        events.append(("named", Path(new).stat().st_ino))
+
+    def removed(path: Any, *args: Any, **options: Any) -> None:
+        if Path(path).exists():
+            events.append((f"removed {Path(path).name}", Path(path).stat().st_ino))
+        rmtree(path, *args, **options)
+
+    monkeypatch.setattr(os, "fsync", synchronised)
+    monkeypatch.setattr(os, "rename", lambda old, new: named(rename, old, new))
+    monkeypatch.setattr(os, "replace", lambda old, new: named(replace, old, new))
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    return events
 
 
 def in_child(work: Callable[[], object]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from nstrain.base.errors import Refusal
+from nstrain.line import checkpoint as checkpoint_module
 from nstrain.line.background import BackgroundWriter
 from nstrain.line.checkpoint import (
     Checkpoint,
@@ -25,11 +27,12 @@ from nstrain.line.checkpoint import (
     read_latest,
     read_state,
     refuse_lost_checkpoints,
+    refuse_lost_rows,
     verify_checkpoint,
     write_checkpoint,
 )
 from nstrain.line.paths import LinePaths
-from nstrain.line.tensor_file import NotFinite
+from nstrain.line.tensor_file import DurableFile, NotFinite, hash_file
 
 FILES = ["exp_avg.safetensors", "exp_avg_sq.safetensors", "hashes.json", "state.json", "weights.safetensors"]
 
@@ -81,23 +84,9 @@ def test_the_size_said_before_is_the_size_on_disk(paths: LinePaths, make_checkpo
 
 
 def test_it_would_survive_a_power_cut_before_latest_names_it(
-    paths: LinePaths, make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+    paths: LinePaths, make_checkpoint: Any, disk_events: list[tuple[str, int]]
 ) -> None:
-    """A name is durable once its directory is synchronised after it, a file once itself is. No kill -9 shows that."""
-    events: list[tuple[str, int]] = []
-    fsync, rename, replace = os.fsync, os.rename, os.replace
-
-    def watched_fsync(fd: int) -> None:
-        fsync(fd)
-        events.append(("synchronised", os.fstat(fd).st_ino))
-
-    def named(how: Any, old: Any, new: Any) -> None:
-        how(old, new)
-        events.append(("named", Path(new).stat().st_ino))
-
-    monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(os, "rename", lambda old, new: named(rename, old, new))
-    monkeypatch.setattr(os, "replace", lambda old, new: named(replace, old, new))
+    events = disk_events
     path = write_checkpoint(paths, make_checkpoint(40))
     at = {event: index for index, event in enumerate(events)}  # the last time of each
     directory, latest = at["named", path.stat().st_ino], at["named", paths.latest.stat().st_ino]
@@ -109,6 +98,36 @@ def test_it_would_survive_a_power_cut_before_latest_names_it(
     assert any(latest < index for index in beside)
     assert at["synchronised", paths.root.stat().st_ino] < directory, "the name `checkpoints`"
     assert at["synchronised", paths.latest.stat().st_ino] < latest
+
+
+@pytest.mark.parametrize("file", ["exp_avg.safetensors", "weights.safetensors", "state.json", "hashes.json"])
+def test_a_disk_that_fails_as_a_file_is_synchronised_commits_nothing(
+    paths: LinePaths, make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    write_checkpoint(paths, make_checkpoint(30))
+    fsync = os.fsync
+
+    def failing(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(f"u00000040.partial/{file}"):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_checkpoint(paths, make_checkpoint(40))
+    assert newest_good(paths) == paths.checkpoint(30)
+    assert sorted(os.listdir(paths.checkpoints)) == ["latest", "u00000030"]
+
+
+def test_what_is_written_otherwise_than_it_was_is_found(
+    paths: LinePaths, make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hashes are of what is in memory, not of what the disk has made of it."""
+    write = DurableFile.write
+    monkeypatch.setattr(DurableFile, "write", lambda self, data: write(self, bytes(data)[:-1] + b"?"))
+    path = write_checkpoint(paths, make_checkpoint(40))
+    with pytest.raises(DamagedCheckpoint, match=r"exp_avg\.safetensors: damaged.*weights\.safetensors: damaged"):
+        verify_checkpoint(path)
 
 
 def test_an_update_is_written_again_over_its_own_checkpoint(paths: LinePaths, make_checkpoint: Any) -> None:
@@ -367,6 +386,26 @@ def test_no_good_one_is_a_refusal_that_names_each_and_a_newer_one_only_as_advice
     assert "write the name of a newer one (u00000030)" in text
 
 
+def test_one_that_the_disk_does_not_give_gives_way_like_a_damaged_one(
+    paths: LinePaths, make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for update in (30, 40):
+        write_checkpoint(paths, make_checkpoint(update))
+
+    def unreadable(path: Path) -> str:
+        if path.parent.name == "u00000040":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return hash_file(path)
+
+    monkeypatch.setattr(checkpoint_module, "hash_file", unreadable)
+    said: list[str] = []
+    assert newest_good(paths, said.append) == paths.checkpoint(30)
+    assert "Input/output error" in said[0]
+    found = load_newest_good(paths, said.append)
+    assert found is not None
+    assert found[0] == paths.checkpoint(30)
+
+
 def test_a_latest_without_any_checkpoint_is_a_refusal(paths: LinePaths) -> None:
     paths.checkpoints.mkdir()
     paths.latest.write_text("u00000020\n")
@@ -381,8 +420,24 @@ def test_a_line_that_trained_is_never_begun_anew(paths: LinePaths) -> None:
     with pytest.raises(Refusal, match=r"journal\.db: records updates up to 7"):
         refuse_lost_checkpoints(paths, None, 7)
     refuse_lost_checkpoints(paths, None, None)  # a new line
+    with pytest.raises(Refusal, match=r"records updates up to 1, but"):
+        refuse_lost_checkpoints(paths, None, 1)
     refuse_lost_checkpoints(paths, None, 0)  # killed between its first validation and its first checkpoint
     refuse_lost_checkpoints(paths, paths.checkpoint(3), 7)
+
+
+def test_a_line_whose_rows_were_lost_is_told_where_it_can_go_on(paths: LinePaths) -> None:
+    for update in (3, 5, 7):
+        paths.checkpoint(update).mkdir(parents=True)
+    refuse_lost_rows(paths, paths.checkpoint(7), 7)
+    refuse_lost_rows(paths, None, None)
+    with pytest.raises(Refusal, match=r"expected rows up to update 7, .* rows up to 6: .* --to 5` goes on"):
+        refuse_lost_rows(paths, paths.checkpoint(7), 6)
+    with pytest.raises(Refusal, match=r"rows up to 5: .* --to 5` goes on"):
+        refuse_lost_rows(paths, paths.checkpoint(7), 5)
+    for last_update, found in ((2, "rows up to 2"), (None, "none")):
+        with pytest.raises(Refusal, match=rf"found {found}: .* make a new line"):
+            refuse_lost_rows(paths, paths.checkpoint(7), last_update)
 
 
 def test_verification_reads_every_file_even_if_only_the_last_is_damaged(paths: LinePaths, make_checkpoint: Any) -> None:

@@ -56,12 +56,15 @@ def test_a_list_in_order_of_the_updates(paths: LinePaths, make_checkpoint: Any) 
         ("u00000010", False, True),
         ("u00000100", True, False),
     ]
+    write_checkpoint(paths, make_checkpoint(100))
+    assert [(item.set_aside, item.latest) for item in list_checkpoints(paths)[-2:]] == [(False, True), (True, False)]
 
 
 def test_what_cannot_be_read_is_listed_as_such(paths: LinePaths, make_checkpoint: Any) -> None:
     for update, text in ((10, "{"), (20, "[]"), (30, '{"position": 3}'), (40, None)):
         state = write_checkpoint(paths, make_checkpoint(update)) / "state.json"
         state.unlink() if text is None else state.write_text(text)
+    (paths.checkpoint(20) / "weights.safetensors").unlink()
     assert [(item.update, item.kept, item.cycle, item.after_cycle) for item in list_checkpoints(paths)] == [
         (update, None, None, None) for update in (10, 20, 30, 40)
     ]
@@ -145,6 +148,7 @@ def test_forecast_of_a_line() -> None:
     checkpoints = [
         listed(0, kept=True, reason="start"),
         listed(10, kept=True, cycle=2, after_cycle=1, reason="cycle_end"),
+        listed(15, kept=None, cycle=None, reason=None),
         listed(25, cycle=3),
         listed(30, cycle=3, latest=True, bytes=110, bytes_with_average=150),
         listed(40, cycle=4, set_aside=True, bytes=999),
@@ -152,7 +156,7 @@ def test_forecast_of_a_line() -> None:
     # The end of cycle 2 was thinned: where the line stands is what `latest` says.
     found = forecast_of(checkpoints, Keeping(2, with_average=False), cycle_count=5, checkpoint_bytes=7, free_bytes=1000)
     assert found == DiskForecast(
-        checkpoint_bytes=110, kept=2, rolling=2, kept_to_come=3, next_bytes=110, end_bytes=330, free_bytes=1000,
+        checkpoint_bytes=110, kept=3, rolling=2, kept_to_come=3, next_bytes=110, end_bytes=330, free_bytes=1000,
         cycles_that_fit=9,
     )  # fmt: skip
     later = forecast_of(checkpoints, Keeping(2, with_average=True), cycle_count=5, checkpoint_bytes=7, free_bytes=1000)

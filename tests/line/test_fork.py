@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import pytest
@@ -64,8 +65,10 @@ def test_changes_that_make_no_state_are_refused_before_a_byte_is_copied(parent: 
 
 def test_a_full_disk_is_named(parent: LinePaths, branch: LinePaths, with_file_size_limit: Any) -> None:
     def full() -> None:
-        with pytest.raises(DiskFull, match="u00000020: cannot be written"):
+        with pytest.raises(DiskFull, match=r"u00000020: cannot be written.* needs ([\d,]+) bytes") as told:
             fork_checkpoint(parent, 20, branch, CHANGES)
+        needed = re.findall(r"needs ([\d,]+) bytes", str(told.value))[0].replace(",", "")
+        assert int(needed) >= sum(file.stat().st_size for file in parent.checkpoint(20).iterdir())
         assert os.listdir(branch.checkpoints) == []
 
     with_file_size_limit(300, full)

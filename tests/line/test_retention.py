@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from small_disk import small_disk
 
 from nstrain.base.errors import Refusal
-from nstrain.line.checkpoint import discard_partial_writes, load_checkpoint, newest_good, write_checkpoint
+from nstrain.line.checkpoint import (
+    discard_partial_writes,
+    load_checkpoint,
+    newest_good,
+    read_latest,
+    write_checkpoint,
+)
 from nstrain.line.paths import LinePaths
 from nstrain.line.retention import (
     Found,
@@ -181,6 +187,7 @@ def test_a_rollback_sets_aside_what_came_later_and_it_goes_once_the_line_is_as_f
         write_checkpoint(paths, make_checkpoint(update, kept=update in (10, 100)))
     assert set_aside_later(paths, 9) == ["u00000010", "u00000099", "u00000100"]
     assert newest_good(paths) == paths.checkpoint(9)
+    assert read_latest(paths) == 9
     assert paths.checkpoint_updates() == [9]
     load_checkpoint(paths.set_aside / "u00000099")
     for update in (10, 99):
@@ -191,6 +198,25 @@ def test_a_rollback_sets_aside_what_came_later_and_it_goes_once_the_line_is_as_f
     assert remove_set_aside(paths, 100) == ["u00000010", "u00000099", "u00000100"]
     assert not paths.set_aside.exists()
     assert remove_set_aside(paths, 102) == []
+
+
+def test_a_power_cut_leaves_no_half_checkpoint_under_its_name(
+    paths: LinePaths, make_checkpoint: Any, disk_events: list[tuple[str, int]]
+) -> None:
+    """One that goes loses its name first; a rollback is durable before anything moves, and once it is done."""
+    for update in (10, 20, 30):
+        write_checkpoint(paths, make_checkpoint(update))
+    disk_events.clear()
+    apply_retention(paths, keep_last=2)
+    assert [what for what, _ in disk_events if what.startswith("removed")] == ["removed u00000010.partial"]
+    beside = "synchronised", paths.checkpoints.stat().st_ino
+    assert disk_events[-1] == beside
+    disk_events.clear()
+    set_aside_later(paths, 20)
+    latest, moved = (("named", path.stat().st_ino) for path in (paths.latest, paths.set_aside / "u00000030"))
+    order = [disk_events.index(event) for event in (latest, beside, moved)]
+    assert order == sorted(order)
+    assert {*disk_events[order[-1] + 1 :]} == {beside, ("synchronised", paths.set_aside.stat().st_ino)}
 
 
 def test_at_a_lines_end_it_goes_though_that_came_earlier(paths: LinePaths, make_checkpoint: Any) -> None:

@@ -99,6 +99,11 @@ def test_what_is_free_beside_it_stays_the_same_while_rolling_checkpoints_come_an
         assert with_room(paths) == always
         apply_retention(paths, keep_last=2)
         assert with_room(paths) == always
+    partial, replaced = write(paths, 24, "u00000024.partial"), paths.checkpoints / "u00000024.replaced"
+    for old, new in ((paths.checkpoint(24), replaced), (partial, paths.checkpoint(24))):  # written again over itself
+        old.rename(new)
+        assert with_room(paths) == always
+    remove_slowly(replaced)
     assert len(paths.checkpoint_updates()) == 3
 
 
