@@ -43,10 +43,11 @@ def leaving_out_is_offered(line: DataLine) -> Iterator[None]:
             )
             told_of_gone.found_in(error.source, error.path)
             raise told_of_gone from None
+        again = "If it stays so when it is tried again," if error.may_pass else "Trying again does not mend it;"
         told = type(error)(
             error.fault,
-            f". Trying again does not mend it; `{command}` leaves the file out of all that is still to be prepared, "
-            "and what was prepared and trained stays as it is",
+            f". {again} `{command}` leaves the file out of all that is still to be prepared, and what was prepared and "
+            "trained stays as it is",
         )
         told.found_in(error.source, error.path)
         told.may_pass = error.may_pass
@@ -81,7 +82,7 @@ def exclude_file(line: DataLine, source: str, path: str) -> LeftOut:
     state = states_before(line, cycle)[source]
     settings = line.settings
     if known is None:
-        _refuse_opened(line, source, files, state, cycle)
+        _refuse_opened(source, files, state, cycle)
         settings = settings.model_copy(update={"excluded": (*settings.excluded, added)})
     without = dataclasses.replace(line, settings=settings)
     listing = without.listing_for(source, cycle)
@@ -107,7 +108,7 @@ def _pinned(line: DataLine, source: str, path: str) -> list[PinnedFile]:
     return found
 
 
-def _refuse_opened(line: DataLine, source: str, files: list[PinnedFile], state: SourceState, cycle: int) -> None:
+def _refuse_opened(source: str, files: list[PinnedFile], state: SourceState, cycle: int) -> None:
     """Refuse a file that a prepared cycle, or a branch's trunk before the fork, has opened."""
     if any(file.order < state.strata[file.stratum].next_file for file in files):
         raise Refusal(

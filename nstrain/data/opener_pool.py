@@ -32,7 +32,7 @@ import nstrain
 from nstrain.base.errors import NstrainError, Refusal
 from nstrain.data.encode import Encoder
 from nstrain.data.entries import FileRequest, open_file
-from nstrain.data.readers import bad_upload
+from nstrain.data.readers.errors import bad_upload, reader_died
 
 TASK_BYTES = 1 << 20
 """Small files are handed out together, as many as come to no more than this."""
@@ -154,13 +154,13 @@ class OpenerPool:
             for request in (request for task, _ in died for request in task.requests):
                 self.close()
                 for _, status in self._work_off(iter([[request]]), 1, progress, opened):
-                    deadly = bad_upload(
+                    may_pass = status > 0 or status == -signal.SIGKILL  # as if for its memory
+                    deadly = (reader_died if may_pass else bad_upload)(
                         f"source {request.source.name}: {request.source.root / request.file.path}",
                         "opening it",
                         f"two worker processes died of it, the second with no other running: {_how(status)}",
                     )
                     deadly.found_in(request.source.name, request.file.path)
-                    deadly.may_pass = status > 0 or status == -signal.SIGKILL  # as if for its memory
                     raise deadly
         except BaseException:
             self.close()

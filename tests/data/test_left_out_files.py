@@ -36,12 +36,13 @@ from nstrain.cli.data import app
 from nstrain.data import calibration
 from nstrain.data.branch import branch_line
 from nstrain.data.consumers import write_consumer
-from nstrain.data.exclude import LeftOut, exclude_file
+from nstrain.data.exclude import LeftOut, exclude_file, leaving_out_is_offered
 from nstrain.data.extend import extend_line
 from nstrain.data.line import DataLine
 from nstrain.data.plan import plan_line
 from nstrain.data.preparer import cannot_pass, preparer_lock, read_status, run_preparer
 from nstrain.data.readers import BadUpload, ChangedFile
+from nstrain.data.readers.errors import bad_upload, reader_died
 from nstrain.data.rebuild import rebuild_in_line
 from nstrain.data.rows import CycleRows
 from nstrain.data.val import collect_held_out
@@ -239,15 +240,18 @@ def test_a_file_without_the_column_is_left_out_in_the_same_way(
     }
 
 
-def test_a_reader_that_was_killed_is_tried_again() -> None:
-    killed, broken = BadUpload("a file", ""), BadUpload("a file", "")
-    killed.may_pass = True
-    assert [cannot_pass(error) for error in (killed, broken, Exhausted("x"), Refusal("x"))] == [
-        False,
-        True,
-        True,
-        False,
-    ]
+def test_a_reader_that_was_killed_is_tried_again(stopped: DataLine) -> None:
+    """And nobody is told that its file is damaged, and to leave it out: it may be whole."""
+    killed, broken = reader_died("a file", "opening it", "SIGKILL"), bad_upload("a file", "opening it", "torn")
+    expected = [(killed, False), (broken, True), (Exhausted("x"), True), (Refusal("x"), False)]
+    for error, cannot in expected:
+        assert cannot_pass(error) == cannot
+    for error, words in ((killed, "SIGKILL.*too little memory.*If it stays so"), (broken, "torn.*does not mend it")):
+        error.found_in("web", "a/b.parquet")
+        match = f"{words}.*data exclude .*a/b.parquet`"
+        with pytest.raises(BadUpload, match=match) as told, leaving_out_is_offered(stopped):
+            raise error
+        assert told.value.may_pass == error.may_pass
 
 
 # ------------------------------------------------------------------ what is prepared then

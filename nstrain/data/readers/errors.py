@@ -64,6 +64,16 @@ def bad_upload(where: str, place: str, what: str) -> BadUpload:
     )
 
 
+def reader_died(where: str, place: str, what: str) -> BadUpload:
+    """The error for a file whose reader was killed, or gave up, perhaps by no fault of the file: it may pass."""
+    died = BadUpload(
+        f"{where}: {place}: {what}. Either this machine had too little memory for it, or the file is damaged",
+        "; try again with more memory free, or make a new line without it (exclude it by a glob in the recipe)",
+    )
+    died.may_pass = True
+    return died
+
+
 def missing_column(where: str, problem: str, there: str) -> MissingColumn:
     """The error for a file whose columns, `there`, are not those of the recipe."""
     return MissingColumn(f"{where}: {problem}; it has {there}", ". Correct the column in the recipe")
