@@ -19,7 +19,7 @@ from tokenizers import models, pre_tokenizers
 
 from nstrain.base.errors import Refusal
 from nstrain.data import encode as encode_module
-from nstrain.data.encode import Encoder, load_encoder
+from nstrain.data.encode import Encoder, load_encoder, token_dtype
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,7 @@ def test_the_vocabulary_counts_the_added_tokens_behind_the_ordinary_ones(encoder
     assert set(encoder.vocabulary.added) == set(ADDED)
     assert encoder.vocabulary.added["</s>"] == EOS
     assert encoder.vocabulary.dtype == np.dtype("<u2")
+    assert [token_dtype(size).itemsize for size in (1 << 16, (1 << 16) + 1)] == [2, 4]
 
 
 @quick(30)

@@ -18,9 +18,11 @@ from typer.testing import CliRunner
 from nstrain.base.errors import Refusal
 from nstrain.cli.data import app
 from nstrain.data.branch import branch_line
-from nstrain.data.exclude import exclude_file
+from nstrain.data.exclude import _refuse_opened, exclude_file
 from nstrain.data.line import DataLine
 from nstrain.data.manifest import last_manifest, states_before
+from nstrain.data.sources import PinnedFile
+from nstrain.data.state import Counts, SourceState, StratumState
 from nstrain.data.verify import verify_line
 
 CYCLES = 4
@@ -32,6 +34,18 @@ def many_files(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Dat
     base = tmp_path_factory.mktemp("many")
     tree = write_tree(base / "web", prose_tree(8, {"a": 90, "b": 60}, words=40))
     return make_line(base / "line", tokenizer, [source("web", tree, held_out=0.05)], 640, CYCLES)
+
+
+def test_a_file_of_several_strata_is_opened_if_one_of_them_has_opened_it() -> None:
+    files = [PinnedFile("a", 9, "hash", stratum, order, 9) for stratum, order in ((0, 0), (1, 3))]
+
+    def opened(*next_files: int) -> SourceState:
+        return SourceState(tuple(StratumState(next_file, (), 0, 0) for next_file in next_files), None, Counts())
+
+    _refuse_opened("web", files, opened(0, 3), cycle=2)
+    for next_files in ((1, 3), (0, 4)):
+        with pytest.raises(Refusal, match="a was opened before cycle 2"):
+            _refuse_opened("web", files, opened(*next_files), cycle=2)
 
 
 # ------------------------------------------------------------------ kill -9

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nstrain.base.errors import NstrainError, Refusal
+from nstrain.base.errors import DiskFull, NstrainError, Refusal
 from nstrain.record import journal as journal_module
 from nstrain.record.journal import Journal
 from nstrain.record.journal_reader import JournalReader
@@ -139,6 +139,23 @@ def test_a_different_replay_is_kept_beside_the_row_and_counted(
         assert str(list(reader.replays())) == str([{**key, **replayed}] * 2)
 
 
+def test_names_of_a_row_that_was_not_committed_are_not_taken_for_recorded(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(point: str) -> None:
+        raise DiskFull("no room")
+
+    with Journal.open(path, 1) as journal:
+        journal.commit(0, {"a": 0.0})
+        with monkeypatch.context() as at_the_commit:
+            at_the_commit.setattr(journal_module, "kill_point", full)
+            with pytest.raises(DiskFull):
+                journal.commit(1, {"b": 1.0})
+        journal.commit(1, {"c": 1.0})
+        journal.commit(2, {"b": 2.0})
+        assert [set(found) - {"update", "generation"} for found in journal.rows()] == [{"a"}, {"c"}, {"b"}]
+
+
 # ---- gaps, generations, refusals -------------------------------------------------------------------------------------
 
 
@@ -191,6 +208,10 @@ def test_a_rollback_opens_a_generation_and_the_lineage_follows_it(path: Path) ->
         assert "extra" not in journal.names()
         assert list(journal.rows(from_update=2)) == list(journal.rows(generation=3))
         assert journal.begin_generation(2) == 4, "with rows of its own, the next is another one"
+        assert keys(journal) == [(1, 0), (1, 1)]
+        last = journal.last_row()
+        assert last is not None
+        assert (last["generation"], last["update"], journal.last_update()) == (1, 1, 1)
 
 
 def test_each_update_is_of_the_generation_that_the_line_has_there(path: Path) -> None:
@@ -302,6 +323,17 @@ def test_garbage_of_a_killed_creation_is_written_over(path: Path) -> None:
     assert os.listdir(path.parent) == ["journal.db"]
 
 
+def test_a_new_journal_is_on_the_disk_before_it_has_its_name_and_its_name_then(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), events.append(os.readlink(f"/proc/self/fd/{fd}"))))
+    monkeypatch.setattr(os, "rename", lambda old, new: (rename(old, new), events.append("named")))
+    Journal.open(path, 1).close()
+    assert events == [f"{path}.partial", "named", str(path.parent)]
+
+
 def test_a_second_writer_waits_and_then_says_who_may_write(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "BUSY_TIMEOUT_S", 0.1)
     with Journal.open(path, 1) as journal, Journal.open(path, 1) as second:
@@ -344,6 +376,24 @@ def test_an_unfinished_iteration_does_not_hold_up_the_writer(path: Path) -> None
         fill(journal, 4, 60)
         assert [r["update"] for r in rows] == [1, 2, 3]
         assert journal.last_update() == 60
+
+
+def test_a_log_that_cannot_be_read_is_not_left_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a log the file alone is the whole record, and is read where SQLite cannot make its files beside it."""
+    connect = journal_module._connect_to_read
+
+    def alone(path: Path, uri: str) -> sqlite3.Connection:
+        if "immutable" not in uri:
+            raise NstrainError("unable to open database file")
+        return connect(path, uri)
+
+    monkeypatch.setattr(journal_module, "_connect_to_read", alone)
+    with Journal.open(path, 1) as journal:
+        fill(journal, 0, 3)
+        with pytest.raises(NstrainError, match="unable to open"):
+            Journal.open_for_reading(path)
+    with Journal.open_for_reading(path) as reader:
+        assert reader.last_update() == 3
 
 
 def test_a_reader_cannot_write(path: Path) -> None:
