@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from typer.testing import CliRunner
 from nstrain.base.disk import sha256_file
 from nstrain.base.errors import Refusal
 from nstrain.cli.data import app
-from nstrain.data.branch import branch_line
+from nstrain.data import branch as branch_module
+from nstrain.data.branch import branch_line, forked_recipe
 from nstrain.data.consumers import write_consumer
 from nstrain.data.line import DataLine
 from nstrain.data.preparer import run_preparer
@@ -226,10 +228,25 @@ def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(trunk: DataLine, tm
 
 def test_a_trunk_whose_past_was_edited_is_no_place_to_fork_from(trunk: DataLine, tmp_path: Path) -> None:
     value = json.loads((trunk.work / "line.json").read_text())
-    value["schedule"][0]["recipe"]["rows"] = 7
-    (trunk.work / "line.json").write_text(json.dumps(value))
-    with pytest.raises(Refusal, match="not a whole number of segments|was prepared with recipe"):
-        branch_line(tmp_path / "branch", trunk.work, FORK, 640)
+    for edit, match in (
+        ({"cycle_tokens": 2 * value["schedule"][0]["cycle_tokens"]}, "was prepared with first_token"),
+        ({"recipe": {**value["schedule"][0]["recipe"], "rows": 7}}, "not a whole number of segments"),
+    ):
+        edited = {**value, "schedule": [{**value["schedule"][0], **edit}, *value["schedule"][1:]]}
+        (trunk.work / "line.json").write_text(json.dumps(edited))
+        with pytest.raises(Refusal, match=match):
+            branch_line(tmp_path / "branch", trunk.work, FORK, 640)
+        assert not (tmp_path / "branch").exists()
+
+
+def test_a_fork_goes_on_with_the_recipe_of_its_cycle(trunk: DataLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (piece,), other = trunk.settings.schedule, dict.fromkeys(trunk.source_names, 1)
+    assert (first := piece.recipe) != other
+    pieces = (piece, piece.model_copy(update={"recipe": other}))
+    extended = dataclasses.replace(trunk, settings=trunk.settings.model_copy(update={"schedule": pieces}))
+    monkeypatch.setattr(branch_module, "_forked_manifest", lambda trunk, cycle: {"piece": int(cycle > FORK)})
+    assert [forked_recipe(extended, cycle) for cycle in (FORK, FORK + 1)] == [first, other]
+    assert forked_recipe(extended, FORK, dict(reversed(first.items()))) == first
 
 
 FORK_EDITS: dict[str, Callable[[Any], None]] = {

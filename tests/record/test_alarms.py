@@ -76,7 +76,7 @@ def test_there_is_no_jump_before_there_are_losses() -> None:
     for number in range(LEAST_LOSSES):
         assert watch.read(trained(4.0)) == {}, number
     assert watch.read(trained(4.0)) == {"train/loss_jump": 0.0}
-    skips = LossWatch(trained(math.nan, skipped=1) for _ in range(3 * LEAST_LOSSES))
+    skips = LossWatch(trained(loss, skipped=1) for loss in (math.nan, 9.0) * LEAST_LOSSES)
     assert skips.read(trained(4.0)) == {}
 
 

@@ -38,7 +38,9 @@ def test_each_beat_brings_its_budget() -> None:
     later = dataclasses.replace(BEAT, time=1001.0, stage="stopping", budget_s=9.0)
     assert watchdog.look(later) is None
     assert late_after(watchdog, clock, later) == 10.0
-    assert watchdog.look(dataclasses.replace(later, time=1002.0)) is None, "any beat is life"
+    without = dataclasses.replace(later, time=1002.0, budget_s=None)
+    assert watchdog.look(without) is None, "any beat is life"
+    assert late_after(watchdog, clock, without) == 10.0, "and without a budget the last one holds"
 
 
 def test_a_missing_heartbeat_is_late() -> None:
