@@ -38,6 +38,7 @@ from nstrain.data.manifest import (
     drawing_from,
     encode_manifest,
     files_taken,
+    last_manifest,
     make_again,
     manifest_head,
     opening_of,
@@ -130,10 +131,13 @@ def prepare_cycle(
         kill_point("cycle:manifest written")
         (directory / "READY").write_bytes(canonical_json({"manifest_sha256": sha256}))
     kill_point("cycle:renamed")
-    if known is None:  # a rebuilt cycle says nothing of what the next new one needs
-        for done in jobs:
-            state = SourceState.from_json(after[done.settings.name])
-            done.files.forget(_still_needed(state), [stratum.next_file for stratum in state.strata])
+    afterwards = {name: SourceState.from_json(state) for name, state in after.items()}
+    # A cycle that was made again says nothing of what the next new one needs.
+    newest = afterwards if known is None else states_before(line, last_manifest(line) + 1)
+    for done in jobs:
+        name = done.settings.name
+        needed = _still_needed(afterwards[name]) | _still_needed(newest[name])
+        done.files.forget(needed, [stratum.next_file for stratum in newest[name].strata])
     return sha256
 
 

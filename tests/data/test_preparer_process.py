@@ -38,10 +38,12 @@ from nstrain.data import entries as entries_module
 from nstrain.data import opener_pool as opener_pool_module
 from nstrain.data import preparer as preparer_module
 from nstrain.data.consumers import Consumer, read_consumers, write_consumer
-from nstrain.data.cycles import cycles_on_disk
+from nstrain.data.cycles import _still_needed, cycles_on_disk
 from nstrain.data.line import DataLine
+from nstrain.data.opened import entry_place
 from nstrain.data.preparer import Preparer, PreparerStatus, preparer_lock, read_status, run_preparer
 from nstrain.data.readers import ChangedFile
+from nstrain.data.state import SourceState
 
 CYCLES = 6
 CYCLE_TOKENS = 1280
@@ -138,6 +140,10 @@ def test_a_deleted_cycle_comes_back_for_a_consumer_that_went_back(line: DataLine
     assert cycles_on_disk(line) == [3, 4, 6]
     gone = tuple(f"cycles/{k:06d}" for k in (1, 2, 5))
     assert prepared(line) == {name: data for name, data in before.items() if not name.startswith(gone)}
+    after = [SourceState.from_json(manifest_of(line, cycle)["after"]["web"]) for cycle in (4, CYCLES)]
+    opened = {entry_place(path) for path in (line.work / "open" / "web").iterdir()}
+    assert opened <= {place for state in after for place in _still_needed(state)}, "files that were used up long ago"
+    assert _still_needed(after[1]) <= opened, "the next new cycle has to open them again"
 
 
 @pytest.mark.parametrize("workers", [0, 1])
