@@ -36,7 +36,7 @@ from nstrain.data.cycles import prepare_cycle
 from nstrain.data.draw import SHARE_ONE
 from nstrain.data.encode import ENCODING_VERSION
 from nstrain.data.line import DataLine
-from nstrain.data.manifest import load_manifest, states_before
+from nstrain.data.manifest import last_prepared, load_manifest, states_before
 from nstrain.data.order import ORDER_VERSION
 from nstrain.data.preparer import read_status, run_preparer
 from nstrain.data.rows import CycleRows, row_order
@@ -439,6 +439,20 @@ def test_a_cycle_whose_token_file_has_another_size_is_refused(line: DataLine) ->
     path.unlink()
     with pytest.raises(NeedsOperator, match="found no file"):
         CycleRows.open(line, 1, 16)
+
+
+def test_any_trace_of_a_cycle_says_that_it_was_prepared(line: DataLine) -> None:
+    """What is left out is left out from the cycle after it on, though its manifest and its tokens be lost."""
+    state = json.loads((line.work / "state.json").read_text())
+    (line.work / "state.json").write_text(json.dumps({**state, "prepared_cycles": 3}))
+    assert last_prepared(line) == 3
+    line.cycle_directory(4).mkdir(parents=True)
+    (line.work / "cycles" / ".000009.partial").mkdir()
+    assert last_prepared(line) == 4
+    line.manifest_path(6).write_text("")
+    assert last_prepared(line) == 6
+    (line.work / "state.json").write_text("{")
+    assert last_prepared(line) == 6
 
 
 def test_a_cycle_that_is_not_there_says_why(line: DataLine) -> None:
