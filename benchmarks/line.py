@@ -47,8 +47,9 @@ def filled_tokenizer(vocabulary: int) -> bytes:
     """The demo's tokenizer with ids that no text uses, up to `vocabulary` of them."""
     definition = json.loads(train_tokenizer())
     known = definition["model"]["vocab"]
-    first = max([*known.values(), *(token["id"] for token in definition["added_tokens"])]) + 1
-    known |= {f"<unused {number}>": number for number in range(first, vocabulary)}
+    # The library counts added tokens from the vocabulary's end on, but for those that the vocabulary has.
+    known |= {token["content"]: token["id"] for token in definition["added_tokens"]}
+    known |= {f"<unused {number}>": number for number in range(len(known), vocabulary)}
     return json.dumps(definition, ensure_ascii=False).encode()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,7 +11,25 @@ from pathlib import Path
 
 import pytest
 
+from nstrain import demo_text
+from nstrain.data.encode import load_encoder
+
 ROOT = Path(__file__).parents[2]
+
+
+def test_a_tokenizer_is_filled_up_to_the_vocabulary_of_a_preset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_file_location("line_benchmark", ROOT / "benchmarks" / "line.py")
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    monkeypatch.setattr(demo_text, "VOCABULARY", 300)
+    monkeypatch.setattr(demo_text, "sample_text", lambda: iter([demo_text.__doc__]))
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(benchmark.filled_tokenizer(1000))
+    assert load_encoder(path, demo_text.EOS_ID).vocabulary.size == 1000
 
 
 @pytest.mark.slow
