@@ -7,7 +7,8 @@ It makes a data line of this machine's own text (the demo's), a line on it, and 
 does; what it prints is read from the line's own journal. The tokenizer is the demo's, filled up with ids that no text
 uses to the vocabulary of the preset, so that the model is of its full size. Validations come after every so many
 updates, of the rows that `nstrain new` gives a line; a run of weeks has one in a thousand updates, and the share that
-it then takes is computed from the times measured here.
+it then takes is computed from the times measured here. Interrupted or terminated, it stops the line, which writes its
+checkpoint, and prints what was measured until then.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from nstrain.base.disk import atomic_write  # noqa: E402
-from nstrain.base.errors import ExitCode  # noqa: E402
+from nstrain.base.errors import ExitCode, Refusal  # noqa: E402
 from nstrain.data.init import init_line, parse_recipe  # noqa: E402
 from nstrain.data.line import DataLine  # noqa: E402
 from nstrain.data.val import collect_held_out  # noqa: E402
@@ -41,6 +43,9 @@ SOURCES = ("stdlib", "headers")
 HELD_OUT_SHARE = 0.15
 USUAL_EVERY = 1000
 """Updates between validations that a long line has (`nstrain new`; a short one has more of them)."""
+
+LOG_LINES = 60
+"""So many of the last lines of its log are shown if the line fails."""
 
 
 def filled_tokenizer(vocabulary: int) -> bytes:
@@ -82,17 +87,27 @@ def make_line(place: Path, arguments: argparse.Namespace) -> Path:
     return line
 
 
-def measure(line: Path) -> dict[str, Any]:
-    """Run the line to its end and read what it wrote."""
+def measure(line: Path) -> tuple[ExitCode, dict[str, Any]]:
+    """Run the line to its end, or until it is stopped; how it ended, and what it wrote.
+
+    Raises `Refusal` if it did not come to a second update.
+    """
     began = time.time()
     code = run_foreground(line)
-    if code != ExitCode.DONE:
-        raise SystemExit(int(code))
     ended = time.time()
+    log = LinePaths(line).run_log
+    if code not in (ExitCode.DONE, ExitCode.STOPPED) and log.exists():
+        print(*log.read_text(errors="replace").splitlines()[-LOG_LINES:], sep="\n")  # the file goes with the line
     with Journal.open_for_reading(LinePaths(line).journal) as journal:
-        rows = list(journal.rows())
+        return code, readings(list(journal.rows()), began, ended)
+
+
+def readings(rows: Sequence[Mapping[str, Any]], began: float, ended: float) -> dict[str, Any]:
+    """What a journal says of a run between two times. Raises `Refusal` if it says too little."""
     trained = [row for row in rows if "time/update_s" in row]
     validated = [row for row in rows if "time/validation_s" in row]
+    if len(trained) < 2 or not validated:
+        raise Refusal(f"nothing is known: the line came to {len(trained)} updates and {len(validated)} validations")
     walls = [float(row["time/wall"]) for row in rows]
     updates_s = [float(row["time/update_s"]) for row in trained]
     found: dict[str, Any] = {
@@ -161,11 +176,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the readings there as well")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as place:
-        found = measure(make_line(Path(place), arguments))
+        code, found = measure(make_line(Path(place), arguments))
     print(table(found))
     if arguments.json:
         arguments.json.write_text(json.dumps(vars(arguments) | found, default=str, indent=1) + "\n")
+    if code != ExitCode.DONE:
+        print(f"it ended with exit code {int(code)}, {code.name.lower()}, before its schedule's end")
+    sys.exit(int(code))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Refusal as refusal:
+        raise SystemExit(str(refusal)) from None

@@ -8,23 +8,43 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nstrain import demo_text
+from nstrain.base.errors import Refusal
 from nstrain.data.encode import load_encoder
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_tokenizer_is_filled_up_to_the_vocabulary_of_a_preset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def benchmark() -> Any:
     spec = importlib.util.spec_from_file_location("line_benchmark", ROOT / "benchmarks" / "line.py")
     assert spec is not None
     assert spec.loader is not None
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_line_that_was_stopped_tells_what_it_had_measured(benchmark: Any) -> None:
+    validation = {"time/validation_s": 5.0, "time/validation_probe_s": 2.0, "time/validation_long_s": 1.0}
+    update = {"time/update_s": 2.0, "perf/tokens_per_s": 64.0}
+    rows = [{"time/wall": 110.0, **validation}] + [{"time/wall": 112.5 + 2.5 * n, **update} for n in range(3)]
+    found = benchmark.readings(rows, 100.0, 120.0)
+    assert (found["updates"], found["update_s"], found["start_s"], found["end_s"]) == (3, 2.0, 10.0, 2.5)
+    assert (found["between_s"], found["share"]) == (1.5, 5 / 2005)
+    assert "5.00 s" in benchmark.table(found)
+    for few in (rows[:2], rows[1:], []):
+        with pytest.raises(Refusal, match="nothing is known"):
+            benchmark.readings(few, 100.0, 120.0)
+
+
+def test_a_tokenizer_is_filled_up_to_the_vocabulary_of_a_preset(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(demo_text, "VOCABULARY", 300)
     monkeypatch.setattr(demo_text, "sample_text", lambda: iter([demo_text.__doc__]))
     path = tmp_path / "tokenizer.json"
