@@ -70,6 +70,9 @@ class Engine(Protocol):
     before_apply: Callable[[], None]
     """Called when masters, moments or their average are about to be written; on a GPU with the stream that will write
     them as the current one, so that it can be made to wait for an event (a copy of them that is still under way)."""
+    is_whole: bool
+    """Whether `flat` holds the state after the last update that came to its end; not while one is being applied, nor
+    after one that failed there."""
 
     def set_length(self, length: LengthSettings) -> None:
         """Get ready for rows of one length."""
@@ -117,6 +120,7 @@ class EagerEngine:
         self.flat = FlatParameters(parameter_places(model), with_ema)
         self.counts = OptimizerCounts()
         self.before_apply: Callable[[], None] = lambda: None
+        self.is_whole = True
         self._micro_rows = 0
         self._inputs: dict[tuple[int, int], Tensor] = {}
         self._loss_scale, self._rate, self._step, self._move = (self._scalar(0.0) for _ in range(4))
@@ -190,6 +194,7 @@ class EagerEngine:
         self._begin_finish(learning_rate, weight_decay, ema)
         self._measure()
         self.before_apply()
+        self.is_whole = False
         self._apply()
         return self._read(ema)
 
@@ -227,6 +232,7 @@ class EagerEngine:
             total.zero_()
         self.counts = after_update(self.counts, readings.skipped)
         self.flat.ema_begun = self.flat.ema_begun or (ema is not None and not readings.skipped)
+        self.is_whole = True
         return readings
 
     # --- readings of the state -------------------------------------------------------------------------------------

@@ -93,6 +93,7 @@ class GraphEngine(EagerEngine):
             self._begin_finish(learning_rate, weight_decay, ema)
             norms.replay()
             self.before_apply()
+            self.is_whole = False
             apply.replay()
             return self._read(ema)
 

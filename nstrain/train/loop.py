@@ -185,14 +185,18 @@ class Trainer:
             self._close_cycle()
 
     def _trained(self, update: Update, rows: TokenRows, rates: Rates) -> UpdateReadings:
-        """The update itself. One that does not find its memory leaves the state as it was, and that is saved."""
+        """The update itself. One that does not find its memory leaves the state as it was, and that is saved.
+
+        Unless it was being applied by then: such a state is that of no update.
+        """
         what = f"update {update.number}, with micro-batches of {self._micro_rows} x {update.row_tokens:,} tokens,"
         ema = ema_step(self.settings.ema, update)
         try:
             with memory_told(what, self._less_memory()):
                 return train_update(self.engine, rows, self._micro_rows, rates.learning_rate, rates.weight_decay, ema)
         except OutOfMemory:
-            self._save_now("stop")
+            if self.engine.is_whole:
+                self._save_now("stop")
             raise
 
     def _less_memory(self) -> str:

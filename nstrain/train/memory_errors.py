@@ -1,7 +1,8 @@
 """An update that did not find the memory it needs, said with the remedy instead of a traceback.
 
 A capture that fails keeps its memory until the process ends, so that it cannot be tried again here: the line is saved
-as it was before the update - nothing is written to weights or moments before a whole update is there - and left.
+as it was before the update - nothing is written to weights or moments before a whole update is there - and left. One
+that fails while it is applied is not saved: the line goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ instantiated, a kernel that is loaded, a library's handle. None of these errors 
 
 
 class OutOfMemory(NstrainError):
-    """Work did not find the memory it needs; the state is what it was before."""
+    """Work did not find the memory it needs."""
 
 
 def want_of_memory(error: BaseException | None) -> BaseException | None:

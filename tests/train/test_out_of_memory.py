@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +15,27 @@ from real_line import journal_summary, make_data_line, make_run, prepare, run_he
 
 from nstrain.base.errors import ExitCode
 from nstrain.gpu.arena import ArenaTooSmall
+from nstrain.train import engine as engine_module
 from nstrain.train import loop
+from nstrain.train.adamw import adamw_update
 from nstrain.train.engine import Engine, TokenRows, UpdateReadings, train_update
 from nstrain.train.memory_errors import OutOfMemory, first_line, memory_told, want_of_memory
 
 LAST_UPDATE = 13
 
 
-def failing(make_error: Callable[[], BaseException], at_update: int, micro_batch: int) -> Callable[..., UpdateReadings]:
-    """`train_update`, but for one update that fails after some micro-batches (3: after all, before its end)."""
+def failing(
+    make_error: Callable[[], BaseException], at_update: int, micro_batch: int, in_apply: bool
+) -> Callable[..., UpdateReadings]:
+    """`train_update`, but for one update that fails after some micro-batches (3: after all, before its end).
+
+    Or `in_apply`, with the first group's weights written and the others' not.
+    """
     seen = 0
+
+    def adamw_once(*arguments: Any) -> None:
+        adamw_update(*arguments)
+        raise make_error()
 
     def update(engine: Engine, rows: TokenRows, micro_rows: int, *rates: float) -> UpdateReadings:
         nonlocal seen
@@ -32,6 +44,10 @@ def failing(make_error: Callable[[], BaseException], at_update: int, micro_batch
             return train_update(engine, rows, micro_rows, *rates)
         for first in range(0, micro_batch * micro_rows, micro_rows):
             engine.accumulate(rows[first : first + micro_rows], 1e6)
+        if in_apply:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(engine_module, "adamw_update", adamw_once)
+                return train_update(engine, rows, micro_rows, *rates)
         try:
             raise make_error()
         except Exception as error:
@@ -40,17 +56,20 @@ def failing(make_error: Callable[[], BaseException], at_update: int, micro_batch
     return update
 
 
-@pytest.mark.parametrize("micro_batch", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("micro_batch", "in_apply"), [(0, False), pytest.param(1, False, marks=pytest.mark.slow), (3, False), (0, True)]
+)
 def test_the_state_before_the_update_is_saved_and_the_line_goes_on_from_it(
-    micro_batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    micro_batch: int, in_apply: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But for an update that was being applied: then it goes on from the checkpoint before."""
     data = make_data_line(tmp_path / "data", 1)
     prepare(data.work, 1)
     through, line = (make_run(tmp_path / name, data) for name in ("through", "line"))
     assert run_here(through) == ExitCode.DONE
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nSee documentation for more")
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "train_update", failing(lambda: error, 7, micro_batch))
+        patch.setattr(loop, "train_update", failing(lambda: error, 7, micro_batch, in_apply))
         with pytest.raises(OutOfMemory) as raised:
             run_here(line)
     assert str(raised.value) == (
@@ -58,8 +77,11 @@ def test_the_state_before_the_update_is_saved_and_the_line_goes_on_from_it(
         "Tried to allocate 20 GiB. Set fewer micro_rows, or recompute more, in run.json's lengths['32']; "
         "`nstrain tune RUN` finds the fastest that fits (with --measure-only for a line that has trained)"
     )
-    assert (state_of(line, 6)["reason"], state_of(line, 6)["kept"]) == ("stop", False)
-    assert tensors_of(line, 6).keys() == tensors_of(through, LAST_UPDATE).keys()
+    if in_apply:
+        assert line.checkpoint_updates() == [0, 4]
+    else:
+        assert (state_of(line, 6)["reason"], state_of(line, 6)["kept"]) == ("stop", False)
+        assert tensors_of(line, 6).keys() == tensors_of(through, LAST_UPDATE).keys()
     assert run_here(line) == ExitCode.DONE
     assert journal_summary(line) == journal_summary(through)
     assert tensors_of(line, LAST_UPDATE) == tensors_of(through, LAST_UPDATE)
