@@ -5,13 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from real_line import StopAfter, make_run
 
 from nstrain.base.errors import ExitCode
 from nstrain.data.line import DataLine
 from nstrain.line.paths import LinePaths
-from nstrain.train.opening import opened_trainer
+from nstrain.settings.run import RunSettings
+from nstrain.train import opening
+from nstrain.train.engine import EagerEngine
+from nstrain.train.graphs import GraphEngine
+from nstrain.train.model import TrainableModel
 
+HELD_BYTES = 3 << 30
 ROW_TOKENS, LONG_TOKENS = 16, 32
 CONFIG: dict[str, Any] = {
     "vocab_size": 384,
@@ -49,9 +55,22 @@ def make_readings_line(root: Path, data: DataLine, **changes: Any) -> LinePaths:
 def train(paths: LinePaths, stop_after: int) -> ExitCode:
     """Train in this process, with the real model, until an update is done.
 
-    Without the lease of a GPU: a process keeps it for life, and these train several lines.
+    Without the lease of a GPU: a process keeps it for life, and these train several lines. And without the rest of its
+    memory: other tests run there beside it.
     """
     stop = StopAfter(paths, stop_after)
-    with opened_trainer(paths, stop, lambda settings: None) as trainer:
-        stop.trainer = trainer
-        return trainer.run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "make_engine", make_small_engine)
+        with opening.opened_trainer(paths, stop, lambda settings: None) as trainer:
+            stop.trainer = trainer
+            return trainer.run()
+
+
+def make_small_engine(model: TrainableModel, settings: RunSettings) -> EagerEngine:
+    """As the trainer's, but for how much of a GPU it holds."""
+    if settings.device == "cpu":
+        return really_make_engine(model, settings)
+    return GraphEngine(model, settings.optimizer, HELD_BYTES, with_ema=settings.ema is not None)
+
+
+really_make_engine = opening.make_engine
