@@ -45,6 +45,8 @@ PADDED_TOKENS = 128
 DESCRIPTOR_BYTES = 16
 """What a tensor descriptor asks of a tensor's address and strides: multiples of this."""
 SMALLEST_DOT = 16
+GRID_LIMIT = 65_535
+"""Programs that a grid has at most beyond its first direction: rows times heads of a launch."""
 
 
 # --- launch configurations -----------------------------------------------------------------------------------
@@ -165,7 +167,11 @@ class _PoolReadTriton(torch.autograd.Function):
 
 def pool_read_triton(query: Tensor, key: Tensor, value: Tensor, clock_step: Tensor, log_write: Tensor) -> Tensor:
     """`pool_read` on Triton's kernels; the same contract. Strides are taken as they are if the channels are dense."""
-    return _PoolReadTriton.apply(query, key, value, clock_step, log_write)
+    inputs, rows_at_once = (query, key, value, clock_step, log_write), GRID_LIMIT // query.shape[1]
+    if query.shape[0] <= rows_at_once:
+        return _PoolReadTriton.apply(*inputs)
+    pieces = zip(*(tensor.split(rows_at_once) for tensor in inputs), strict=True)
+    return torch.cat([_PoolReadTriton.apply(*piece) for piece in pieces])
 
 
 def _describable(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from neuronspark.kernels import launch
+from neuronspark.kernels import pool_read_triton as pool_read_triton_module
 from neuronspark.kernels.backend import KERNELS_VARIABLE
 from neuronspark.kernels.pool_read import pool_read
 from neuronspark.kernels.pool_read_triton import CANDIDATES, address_parts, pool_read_triton
@@ -221,6 +222,23 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch, device: torch.
     assert all(torch.equal(*pair) for pair in zip(run(pool_read, case), run(pool_read_triton, case), strict=True))
     monkeypatch.setenv(KERNELS_VARIABLE, "reference")
     assert all(torch.equal(*pair) for pair in zip(run(pool_read, case), reference(case), strict=True))
+
+
+def test_more_rows_than_a_grid_has_are_several_launches(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, seed: int
+) -> None:
+    """In a grid's second direction: 1,639 rows of 40 heads are too many."""
+    case = draw((3, 2, 5, 16, 16), 0.02, torch.float32, device)
+    at_once = run(pool_read_triton, case)
+    monkeypatch.setattr(pool_read_triton_module, "GRID_LIMIT", 5)
+    sizes = []
+    start = pool_read_triton_module._start
+    monkeypatch.setattr(
+        pool_read_triton_module, "_start", lambda *of: sizes.append(of[3].shape[0] * of[3].shape[1]) or start(*of)
+    )
+    for name, mine, other in zip(NAMES, run(pool_read_triton, case), at_once, strict=True):
+        assert torch.equal(mine, other), f"{name}, seed {seed}"
+    assert sorted(sizes) == [2, 2, 2, 4, 4, 4]
 
 
 @pytest.mark.gpu
