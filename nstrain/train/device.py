@@ -16,7 +16,7 @@ UNFIT_FOR_ARENA = re.compile(
     r"(?:^|[,\s])(max_split_size_mb|backend\s*:\s*cudaMallocAsync|expandable_segments\s*:\s*True)\b", re.IGNORECASE
 )
 """Settings of torch's allocator with which the arena (nstrain/gpu/arena.py) does not hold: large blocks are not split
-any more, pools are not known, or, with expandable segments, not supported by torch's own account."""
+any more, pools are not known, or segments grow, so that nobody could count what is taken beyond the arena."""
 
 
 def has_cuda() -> bool:
