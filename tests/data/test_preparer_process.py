@@ -47,7 +47,7 @@ from nstrain.data.state import SourceState
 
 CYCLES = 6
 CYCLE_TOKENS = 1280
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")

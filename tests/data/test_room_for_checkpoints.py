@@ -125,7 +125,7 @@ def test_it_waits_before_it_takes_the_room_of_a_checkpoint(
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)

@@ -47,7 +47,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         changed("optimizer", "beta2", to=1 - 1e-9), "'optimizer.beta2': input should be less than or equal to 0.99999"
     ),
     "beyond fp32, clipping": (
-        changed("optimizer", "clip_norm", to=1e-40), "'optimizer.clip_norm': input should be greater than or equal to 0.00"
+        changed("optimizer", "clip_norm", to=1e-40),
+        "'optimizer.clip_norm': input should be greater than or equal to 0.0",
     ),
     "no number": (
         changed("learning_rate", 0, "start", to=float("nan")), "'learning_rate.0.start': input should be a finite"

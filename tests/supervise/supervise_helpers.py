@@ -21,7 +21,7 @@ from nstrain.settings.run import load_run, save_run
 from nstrain.supervise.failures import Ending
 from nstrain.supervise.supervisor import Supervisor
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def supervise(paths: LinePaths, trainer: str, preparer: str = "idle", **pace: Any) -> tuple[Ending, list[str]]:
