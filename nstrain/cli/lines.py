@@ -86,6 +86,7 @@ def new(
 ) -> None:
     """Make a training line on a data line; its run.json shows every setting, and appears whole or not at all."""
     from nstrain.data.line import DataLine
+    from nstrain.data.plan import shortages
     from nstrain.ops.new import new_line
     from nstrain.ops.schedule_notes import schedule_notes
 
@@ -119,7 +120,8 @@ def new(
         print_every=print_every,
     )
     print(f"{resolve(run)}: {settings.model.preset} on {settings.data.work}")
-    for note in schedule_notes(settings, DataLine.open(Path(settings.data.work)).schedule):
+    data_line = DataLine.open(Path(settings.data.work))
+    for note in (*schedule_notes(settings, data_line.schedule), *shortages(data_line)):
         print(f"note: {note}")
     print(f"next: {typed('nstrain', 'check', run)}; {typed('nstrain', 'run', run, '--foreground')}")
 

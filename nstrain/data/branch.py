@@ -14,6 +14,7 @@ from typing import Any
 
 from nstrain.base.disk import atomic_write, atomic_write_json, directory_by_rename, sha256_bytes
 from nstrain.base.errors import Refusal
+from nstrain.data.budget import refuse_too_small
 from nstrain.data.init import EMPTY_STATE, LINE_DIRECTORIES
 from nstrain.data.line import DataLine, Fork
 from nstrain.data.manifest import cycle_manifest, refuse_edited_past
@@ -57,8 +58,8 @@ def fork_line(work: Path, trunk: DataLine, at_cycle: int, schedule: tuple[Piece,
     """Fork a line from the state after a trunk's cycle, with a schedule and a unit of its own.
 
     A branch with a longer unit than its trunk's gathers held-out rows of its own (`nstrain data val`); any other has
-    the trunk's. Raises `Refusal` if the trunk has not prepared that cycle, if its held-out index was edited, or if
-    `work` exists.
+    the trunk's. Raises `Refusal` if the trunk has not prepared that cycle, if its held-out index was edited, if the
+    sources' bytes cannot give the tokens, or if `work` exists.
     """
     refuse_edited_past(trunk, _forked_manifest(trunk, at_cycle))
     data = trunk.manifest_path(at_cycle).read_bytes()
@@ -80,7 +81,10 @@ def fork_line(work: Path, trunk: DataLine, at_cycle: int, schedule: tuple[Piece,
 
 
 def planned_fork(work: Path, trunk: DataLine, at_cycle: int, schedule: tuple[Piece, ...], unit_tokens: int) -> DataLine:
-    """The line that `fork_line` will make, of which nothing is on disk: to look at its cycles."""
+    """The line that `fork_line` will make, of which nothing is on disk: to look at its cycles.
+
+    Raises `Refusal` if the sources' bytes cannot give the tokens.
+    """
     manifest = _forked_manifest(trunk, at_cycle)
     fork = Fork(
         line=trunk.id,
@@ -93,7 +97,9 @@ def planned_fork(work: Path, trunk: DataLine, at_cycle: int, schedule: tuple[Pie
         update={"unit_tokens": unit_tokens, "schedule": schedule, "fork": fork, "excluded": left_out}
     )
     settings = settings.model_copy(update={"id": settings.fixed_id()})
-    return DataLine(work, settings, Schedule(schedule, unit_tokens, fork.tokens))
+    pieces = Schedule(schedule, unit_tokens, fork.tokens)
+    refuse_too_small(pieces, settings.sources, trunk.encoder())
+    return DataLine(work, settings, pieces)
 
 
 def _forked_manifest(trunk: DataLine, at_cycle: int) -> dict[str, Any]:

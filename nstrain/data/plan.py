@@ -10,9 +10,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from nstrain.base.commands import typed
 from nstrain.base.disk import bytes_below, read_json
 from nstrain.base.errors import DiskFull, NstrainError
-from nstrain.base.units import human_bytes
+from nstrain.base.units import human_bytes, human_count
 from nstrain.data.consumers import read_consumers
 from nstrain.data.line import DataLine
 from nstrain.data.manifest import states_before
@@ -153,6 +154,24 @@ def plan_line(line: DataLine) -> LinePlan | None:
         checkpoints=checkpoint_plans(line),
         disk=disk_room(line),
         no_room=no_room,
+    )
+
+
+def shortages(line: DataLine) -> tuple[str, ...]:
+    """A sentence for each source that a closed schedule takes more of than there is, by what is known now.
+
+    None for a line that is damaged: that is for others to tell.
+    """
+    try:
+        plan = plan_line(line)
+    except NstrainError:
+        return ()
+    return tuple(
+        f"source {found.source}: about {human_count(found.left_tokens)} tokens of it are left, and the data line takes "
+        f"{human_count(found.takes_tokens or 0)}: it runs out in cycle {found.runs_out_in_cycle} "
+        f"(`{typed('nstrain', 'data', 'plan', '--work', line.work)}`)"
+        for found in (plan.sources if plan is not None else ())
+        if found.short
     )
 
 

@@ -25,6 +25,7 @@ from nstrain.base.errors import Refusal
 from nstrain.data.branch import fork_line, forked_recipe, planned_fork
 from nstrain.data.line import DataLine
 from nstrain.data.order import refuse_row_length
+from nstrain.data.plan import shortages
 from nstrain.data.schedule import Piece
 from nstrain.data.val import ValidationRows, collect_held_out, held_out_digest
 from nstrain.line.abandoned import refuse_abandoned
@@ -59,7 +60,8 @@ class Branched:
     changed_since: tuple[str, ...]
     """What the parent's run.json says otherwise by now, which the branch does not take over; for people."""
     notes: tuple[str, ...]
-    """What is allowed but hardly meant (`schedule_notes`), and whether validations are of other text than before."""
+    """What is allowed but hardly meant (`schedule_notes`), whether validations are of other text than before, and
+    which sources do not last to its end."""
 
 
 def make_branch(
@@ -119,7 +121,7 @@ def make_branch(
         update=state["update"],
         made_data=made_data,
         changed_since=changed_since_fork(parent, now, state["tokens"]),
-        notes=(*_held_out_notes(data, trunk), *schedule_notes(settings, data.schedule)),
+        notes=(*_held_out_notes(data, trunk), *schedule_notes(settings, data.schedule), *shortages(data)),
     )
 
 

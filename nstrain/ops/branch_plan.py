@@ -8,6 +8,7 @@ branch's data line, so its tokens are rounded to whole segments of it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -25,6 +26,9 @@ StageKind = Literal["decay", "long"]
 
 FINAL_SHARE = 0.1
 """A decay ends at this share of the rate it begins at, unless a final rate is given."""
+
+MOST_CYCLES = 4_000_000
+"""A stage of more data cycles is a slip of the hand; their ends are listed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +91,7 @@ def stage_cycles(
     """A data line's pieces for each stage: its tokens rounded to whole segments, however many cycles it takes, in as
     few cycles as are no longer than the trunk's. A stage's cycles differ by one segment at most, the longer ones first.
 
-    Raises `Refusal` for a stage that is shorter than the recipe's period.
+    Raises `Refusal` for a stage that is shorter than the recipe's period, or that takes more than MOST_CYCLES.
     """
     of_stages = []
     period_tokens = sum(reduced_shares(tuple(recipe.values()))) * unit_tokens
@@ -102,6 +106,11 @@ def stage_cycles(
         segment_tokens = about.segment_units * period_tokens
         segments = max(1, (2 * stage.tokens + segment_tokens) // (2 * segment_tokens))
         cycles = -(-segments // max(1, longest_cycle_tokens // segment_tokens))
+        if cycles > MOST_CYCLES:
+            raise Refusal(
+                f"--plan: the {stage.kind} stage would take more than {MOST_CYCLES:,} data cycles as long as the "
+                f"trunk's longest ({longest_cycle_tokens:,} tokens); plan fewer tokens"
+            )
         each, longer = divmod(segments, cycles)
         of_stages.append(
             tuple(
@@ -133,9 +142,8 @@ def place_stages(
     assert fork is not None, "the data line of a branch is a fork"
     if data.cycle_count is None:
         raise Refusal(f"{data.work}: its schedule is open-ended; a branch's data line ends with the branch's plan")
-    ends = [
-        data.cycle_plan(k).first_token + data.cycle_plan(k).tokens - fork.tokens for k in range(1, data.cycle_count + 1)
-    ]
+    sizes = (itertools.repeat(piece.cycle_tokens, piece.cycles or 0) for piece in data.settings.schedule)
+    ends = list(itertools.accumulate(itertools.chain.from_iterable(sizes)))
     rate = learning_rate(parent.learning_rate, fork.tokens)
     stages: list[Stage] = []
     done_cycles = done = 0

@@ -26,6 +26,7 @@ from nstrain.data.cycles import cycles_on_disk
 from nstrain.data.line import DataLine
 from nstrain.data.manifest import cycle_manifest, last_manifest, last_prepared, parent_manifest, refuse_edited_pasts
 from nstrain.data.order import refuse_row_length
+from nstrain.data.plan import shortages
 from nstrain.data.rows import read_cycle
 from nstrain.data.sources import PinnedFile, resolve_inside
 from nstrain.data.val import held_out_digest, load_index
@@ -334,7 +335,8 @@ class _Checks:
         if problems:
             more = f" (and {len(problems) - 5:,} more)" if len(problems) > 5 else ""
             raise Refusal("; ".join(problems[:5]) + more + "; put the original files back")
-        return f"{files:,} files " + ("with the hashes" if self.deep else "of the sizes") + " that were pinned"
+        text = f"{files:,} files " + ("with the hashes" if self.deep else "of the sizes") + " that were pinned"
+        return "; NOTE: ".join([text, *shortages(self.line)])
 
     def _file_problem(self, root: Path, file: PinnedFile) -> str | None:
         path = resolve_inside(root, file.path)

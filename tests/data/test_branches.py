@@ -214,6 +214,7 @@ def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(trunk: DataLine, tm
         ((FORK, 640), {"recipe": {"nope": 1}}, "no source is called nope; .*has rows, nested, tree"),
         ((FORK, 640), {"recipe": {"rows": 997, "tree": 1}}, "coarser shares"),
         ((FORK, 640), {"segment_units": 9999}, "segment_units 9999"),
+        ((FORK, 640, 100_000), {}, "source tree: .* pinned bytes give at most .*give it a smaller share"),
     ):
         with pytest.raises(Refusal, match=match):
             branch_line(work, trunk.work, *arguments, **options)  # type: ignore[arg-type]

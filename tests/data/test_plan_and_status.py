@@ -32,7 +32,7 @@ from nstrain.cli.data import app
 from nstrain.data.consumers import write_consumer
 from nstrain.data.extend import extend_line
 from nstrain.data.line import DataLine
-from nstrain.data.plan import LinePlan, SourcePlan, plan_line
+from nstrain.data.plan import LinePlan, SourcePlan, plan_line, shortages
 from nstrain.data.preparer import run_preparer
 from nstrain.data.room import bytes_to_open
 from nstrain.data.val import collect_held_out
@@ -133,6 +133,7 @@ def test_a_closed_schedule_is_met_or_not_as_planned(used_up: tuple[DataLine, int
         assert (web.short, web.runs_out_in_cycle) == (False, None)
         assert done.exit_code == 0
         assert "lasts" in done.output
+        assert shortages(copy) == ()
         prepare(copy)
         assert plan_line(copy) is None
         done = CliRunner().invoke(app, ["plan", "--work", str(copy.work)])
@@ -144,6 +145,8 @@ def test_a_closed_schedule_is_met_or_not_as_planned(used_up: tuple[DataLine, int
         assert done.exit_code == 1
         assert f"in cycle {refused}" in done.output
         assert f"the schedule cannot be met from cycle {refused}" in done.output
+        assert [f"source web: about {web.left_tokens:,} tokens" in told for told in shortages(copy)] == [True]
+        assert f"it runs out in cycle {refused} (`nstrain data plan --work {copy.work}`)" in shortages(copy)[0]
         as_json = CliRunner().invoke(app, ["plan", "--work", str(copy.work), "--json"])
         assert as_json.exit_code == 1
         assert json.loads(as_json.stdout)["sources"][0]["runs_out_in_cycle"] == refused

@@ -60,3 +60,9 @@ def test_a_period_may_be_longer_than_the_trunks_cycles() -> None:
 def test_a_stage_shorter_than_the_period_is_refused() -> None:
     with pytest.raises(Refusal, match="--plan: long:40: .*period"):
         stage_cycles([AskedStage("decay", 41_000), AskedStage("long", 40)], {"a": 1, "b": 2}, 9_216, UNIT_TOKENS)
+
+
+def test_a_slip_of_the_hand_is_refused_at_once() -> None:
+    """decay:1e999 listed the ends of its cycles until memory ran out."""
+    with pytest.raises(Refusal, match="--plan: the long stage .*9,216 tokens.; plan fewer"):
+        stage_cycles([AskedStage("decay", 41_000), AskedStage("long", 10**999)], {"a": 1, "b": 2}, 9_216, UNIT_TOKENS)
