@@ -2,14 +2,16 @@
 
 A source's held-out documents are gathered stratum by stratum, reading files in their pinned order until there is
 enough; which files a cycle opens does not depend on it. Rows are cut inside one stratum's tokens. Strata whose held-out
-text cannot fill a row of the line's unit are pooled, and named as such. A source's loss is the sum over its groups of
-weight times the mean loss of the group's rows; the weights - each stratum's share of the pinned bytes - are stored here
-and stay for the line's life. index.json pins each NAME.bin and carries a hash of itself: what was edited is refused.
+text cannot fill a row of the line's unit are pooled, named as such, and their documents mixed. A source's loss is the
+sum over its groups of weight times the mean loss of the group's rows; the weights - each stratum's share of the pinned
+bytes - are stored here and stay for the line's life. index.json pins each NAME.bin and carries a hash of itself: what
+was edited is refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -180,7 +182,8 @@ def _some(texts: Iterator[str]) -> list[str]:
 def _groups(line: DataLine, name: str, gathered: list[_Gathered]) -> tuple[list[dict[str, Any]], npt.NDArray[np.int64]]:
     """Strata as groups that can each fill a row of the unit, and their tokens one after another.
 
-    Strata that cannot are pooled; if the pool cannot either, the smallest of the others join it.
+    Strata that cannot are pooled; if the pool cannot either, the smallest of the others join it. Their documents are
+    mixed, since rows are cut from a group's beginning: they are to be of all of them.
     """
     listing, row = line.listing(name), line.unit_tokens + 1
     by_size = sorted(range(len(gathered)), key=lambda i: (gathered[i].count, i))
@@ -199,7 +202,7 @@ def _groups(line: DataLine, name: str, gathered: list[_Gathered]) -> tuple[list[
     sizes = listing.bytes_by_stratum
     groups, parts, start = [], [], 0
     for strata in members:
-        tokens = [part for i in strata for part in gathered[i].tokens]
+        tokens = _mixed([gathered[i].tokens for i in strata], [sizes[i] for i in strata])
         count = sum(len(part) for part in tokens)
         groups.append(
             {
@@ -213,6 +216,24 @@ def _groups(line: DataLine, name: str, gathered: list[_Gathered]) -> tuple[list[
         parts += tokens
         start += count
     return groups, np.concatenate(parts)
+
+
+def _mixed(documents: list[list[npt.NDArray[np.int64]]], weights: list[int]) -> list[npt.NDArray[np.int64]]:
+    """The documents of several strata, the next one always of that which is furthest behind its weight in tokens.
+
+    So each stratum gives one before any gives a second, the heaviest first. Each one's own order stays.
+    """
+    mixed: list[npt.NDArray[np.int64]] = []
+    # (tokens taken over the weight, the weight's rank, stratum, documents given)
+    behind = [(Fraction(0), -weight, i, 0) for i, weight in enumerate(weights) if documents[i]]
+    heapq.heapify(behind)
+    while behind:
+        taken, rank, stratum, given = heapq.heappop(behind)
+        mixed.append(documents[stratum][given])
+        if given + 1 < len(documents[stratum]):
+            after = taken + Fraction(len(mixed[-1]), max(1, -rank))
+            heapq.heappush(behind, (after, rank, stratum, given + 1))
+    return mixed
 
 
 @dataclasses.dataclass(frozen=True)

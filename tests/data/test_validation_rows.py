@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data_helpers import (
+    EOS,
     PlainText,
     contents,
     drawn_documents,
@@ -91,6 +92,36 @@ def test_strata_that_cannot_fill_a_row_are_pooled_and_named(line: DataLine) -> N
     assert start == entry["tokens"]
     named = {row.stratum for row in ValidationRows.open(line, 32, 1).rows}
     assert named == {"+".join(g["strata"]) for g in entry["groups"]}
+
+
+def test_the_documents_of_pooled_strata_are_mixed_by_their_weights(tmp_path: Path, tokenizer: Path) -> None:
+    """Rows are cut from a group's beginning: of strata one after another they would be of the first alone."""
+    tree = prose_tree(5, {"a": 60, "b": 40, "c": 20, "d": 20, "e": 20}, words=30)
+    web = source("web", write_tree(tmp_path / "text", tree), held_out=0.2)
+    line = make_line(tmp_path / "line", tokenizer, [web], 1024, 1, unit_tokens=1024)
+    collect_held_out(line)
+    (group,) = load_index(line)["sources"]["web"]["groups"]
+    assert group["pooled"]
+    stream = np.fromfile(line.work / "val" / "web.bin", line.token_dtype)
+    plain, listing = PlainText(tokenizer), line.listing("web")
+    of_text = {
+        tuple(plain.document((tmp_path / "text" / file.path).read_text())): stratum
+        for stratum, files in enumerate(listing.files)
+        for file in files
+    }
+    drawn: list[tuple[int, int]] = []
+    for end in np.flatnonzero(stream == EOS) + 1:
+        start = sum(tokens for _, tokens in drawn)
+        drawn.append((of_text[tuple(stream[start:end].tolist())], int(end) - start))
+    heaviest_first = sorted(range(5), key=lambda i: (-listing.bytes_by_stratum[i], i))
+    assert [stratum for stratum, _ in drawn[:5]] == heaviest_first
+    left = [sum(1 for stratum, _ in drawn if stratum == i) for i in range(5)]
+    taken = [0] * 5
+    for stratum, tokens in drawn:
+        shares = [taken[i] / listing.bytes_by_stratum[i] for i in range(5) if left[i]]
+        assert taken[stratum] / listing.bytes_by_stratum[stratum] == min(shares)
+        taken[stratum] += tokens
+        left[stratum] -= 1
 
 
 def texts_of(line: DataLine, name: str) -> dict[str, str]:
