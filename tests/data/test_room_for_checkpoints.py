@@ -223,7 +223,8 @@ def test_a_cycle_that_was_given_up_begins_again_with_more_room_only(
     monkeypatch.setattr(room_module, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(room_module, "SURE_S", 0.0)
     monkeypatch.setattr(room_module, "_opened_bytes", lambda line, cycle: {})
-    monkeypatch.setattr(room_module, "cycle_tables_bytes", lambda line, cycle: 0)
+    tables_bytes = {1: 3 * line.cycle_bytes(1), 2: 0}
+    monkeypatch.setattr(room_module, "cycle_tables_bytes", lambda line, cycle: tables_bytes[cycle])
     usage = shutil.disk_usage(disk)
 
     def free(size: float) -> None:
@@ -231,8 +232,8 @@ def test_a_cycle_that_was_given_up_begins_again_with_more_room_only(
 
     keeper, cycle_bytes = CheckpointRoom(line), line.cycle_bytes(1)
     for times in range(4):
-        enough = needed.soon_bytes + (1 + 1 / 8 + times / 4 + 1 / 32) * cycle_bytes
-        free(enough - cycle_bytes / 16)
+        enough = needed.soon_bytes + (1 + 1 / 8 + times / 4 + 1 / 64) * cycle_bytes + tables_bytes[1] + 2
+        free(enough - 4)
         with pytest.raises(DiskFull, match="cycle 1 takes about"):
             keeper.refuse_to_begin(1)
         free(enough)
