@@ -94,6 +94,38 @@ while True:
         assert value["n"] >= max(map(int, out.split()), default=1)  # what was said to be written is there
 
 
+def test_what_has_its_name_is_on_the_disk_and_so_is_its_name_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kill -9 shows that: it is for a power cut."""
+    events: list[tuple[str, str]] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def shown(path: object) -> str:
+        return os.path.relpath(str(path), tmp_path)
+
+    def synchronised(fd: int) -> None:
+        fsync(fd)
+        events.append(("synchronised", shown(os.readlink(f"/proc/self/fd/{fd}"))))
+
+    monkeypatch.setattr(os, "fsync", synchronised)
+    monkeypatch.setattr(os, "rename", lambda old, new: (rename(old, new), events.append(("named", shown(new)))))
+    monkeypatch.setattr(os, "replace", lambda old, new: (replace(old, new), events.append(("named", shown(new)))))
+    atomic_write(tmp_path / "a", b"x")
+    assert events == [("synchronised", "a.partial"), ("named", "a"), ("synchronised", ".")]
+    events.clear()
+    atomic_write(tmp_path / "a", b"y", durable=False)
+    assert events == [("named", "a")]
+    events.clear()
+    with directory_by_rename(tmp_path / "d") as directory:
+        (directory / "sub").mkdir()
+        for name in ("one", "sub/two"):
+            (directory / name).write_text(name)
+    inside = {("synchronised", f".d.partial{name}") for name in ("", "/one", "/sub", "/sub/two")}
+    assert {*events[:-2]} == inside
+    assert events[-2:] == [("named", "d"), ("synchronised", ".")]
+
+
 def test_a_leftover_of_a_killed_writer_does_not_matter(tmp_path: Path) -> None:
     (tmp_path / "a.json.partial").write_text("half")
     atomic_write_json(tmp_path / "a.json", {"b": 1})

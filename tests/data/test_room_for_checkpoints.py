@@ -213,6 +213,10 @@ def test_two_lines_have_room_both(line: DataLine, disk: Path) -> None:
     put_sized(other, 4, MIB)
     rooms = {str(one.root): 4 * MIB + 2 * ROOM_BESIDE_BYTES, str(other.root): 3 * MIB + 2 * ROOM_BESIDE_BYTES}
     assert disk_room(line).for_checkpoints == rooms
+    needed = sum(room.next_bytes for room in room_of_lines(line).values())
+    assert needed > 2 * MIB
+    between_looks = round(line.cycle_bytes(1) / 64)
+    assert CheckpointRoom(line)._short_bytes(1) == needed + between_looks - shutil.disk_usage(disk).free
 
 
 def test_a_cycle_that_was_given_up_begins_again_with_more_room_only(
