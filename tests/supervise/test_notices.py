@@ -91,19 +91,26 @@ def _zombie(pid: int) -> bool:
 
 
 def test_a_program_that_reads_nothing_and_prints_without_end(tmp_path: Path) -> None:
-    long = notice("failed", "line", Path("/run"), "x" * 10 * LONGEST_TEXT)
+    long = notice("failed", "line", Path("/run"), "x" * 10 * LONGEST_TEXT + "what it died of")
     assert len(long.text) == LONGEST_TEXT
+    assert long.text.endswith("what it died of")
     assert "was killed" in given(script(tmp_path, "exec yes"), long, 0.5)[0]
 
 
 def test_sending_never_waits(tmp_path: Path) -> None:
-    notifier = Notifier(str(script(tmp_path, "sleep 600")), lambda text: None, 0.3)
+    told: list[str] = []
+    notifier = Notifier(str(script(tmp_path, "sleep 600")), told.append, 0.3)
     began = time.monotonic()
     for _ in range(5):
         notifier.send(TOLD)
         notifier.look()
     assert time.monotonic() - began < 2
-    notifier.finish(0.5)
+    while len(told) < 5 and time.monotonic() - began < 20:  # a line may train for weeks until it finishes
+        time.sleep(0.05)
+        notifier.look()
+    notifier.finish(0.0)
+    assert [text.endswith("took longer than 0 s and was killed") for text in told] == [True] * 5
+    assert time.monotonic() - began < 15
 
 
 def test_the_schema_is_the_documented_one() -> None:
