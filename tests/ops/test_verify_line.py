@@ -189,7 +189,16 @@ def edit_journal(statement: str) -> Callable[[LinePaths], None]:
 
 def rolled_back_alone(paths: LinePaths) -> None:
     with Journal.open(paths.journal, load_run(paths.run_json).metrics) as journal:
+        journal.begin_generation(8)
+
+
+def rolled_back_and_trained_again(paths: LinePaths) -> None:
+    """The record of after a rollback, exactly up to a checkpoint of before it."""
+    with Journal.open(paths.journal, load_run(paths.run_json).metrics) as journal:
+        rows = list(journal.rows(from_update=4))
         journal.begin_generation(4)
+        for row in rows:
+            journal.commit(int(row["update"]), {name: row[name] for name in row.keys() - {"update", "generation"}})
 
 
 def of_another_version(paths: LinePaths) -> None:
@@ -213,7 +222,8 @@ def damage_journal(paths: LinePaths) -> None:
         (edit_journal("UPDATE rows SET readings = zeroblob(length(readings)) WHERE update_number = 6"), "--to 4`"),
         (edit_journal("UPDATE key_sets SET names = replace(names, 'train/loss', 'train/lost')"), "other names"),
         (edit_journal("UPDATE head SET contents = replace(contents, '8', '7')"), "its head"),
-        (rolled_back_alone, "ends at update 3, before the checkpoint"),
+        (rolled_back_alone, "ends at update 7, before the checkpoint"),
+        (rolled_back_and_trained_again, "is of generation 1, "),
         (of_another_version, "metrics version 99"),
         (damage_journal, "put the journal back from a copy"),
         (lambda paths: paths.journal.write_bytes(b"not a database, though as long as one" * 300), "expected a journal"),
