@@ -307,6 +307,9 @@ def test_disk_estimate(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> Non
     # One at the start, two rolling ones, the next cycle's end: of 1.9M parameters, 12 bytes each. Later two more ends.
     assert "87.4 MiB more soon (checkpoints of 21.8 MiB and 3 data cycles with opened files)" in message
     assert "checkpoints up to the schedule's end: 131.0 MiB" in message
+    settings = load_run(paths.run_json)
+    averaged = settings.model_copy(update={"ema": {"horizon_tokens": 1000}})
+    assert [check_disk.states_of_a_checkpoint(found) for found in (settings, averaged)] == [3, 4]
     assert "3 data cycles with opened files); the preparer leaves the checkpoints their part;" in message
     usage = shutil.disk_usage(paths.root)
     monkeypatch.setattr(check_disk.shutil, "disk_usage", lambda place: usage._replace(free=100 << 20))
@@ -319,6 +322,11 @@ def test_disk_estimate(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> Non
     assert opens > 0
     monkeypatch.setattr(check_disk, "bytes_to_open", lambda line, cycle: (10 << 20) + opens if cycle == 1 else 0)
     assert "97.4 MiB more soon" in next(found.message for found in check_line(paths.root) if found.name == "disk")
+    monkeypatch.setattr(check_disk, "bytes_to_open", lambda line, cycle: (10 << 20) * cycle)
+    monkeypatch.setattr(check_disk, "cycle_tables_bytes", lambda line, cycle: 1 << 20)
+    monkeypatch.setattr(DataLine, "cycle_bytes", lambda line, cycle: 20 << 20)
+    monkeypatch.setattr(DataLine, "is_ready", lambda line, cycle: cycle == 1)  # it is on the disk already
+    assert "149.4 MiB more soon" in next(found.message for found in check_line(paths.root) if found.name == "disk")
 
 
 def test_disk_of_a_line_that_is_not_alone_on_its_data_line(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +340,10 @@ def test_disk_of_a_line_that_is_not_alone_on_its_data_line(paths: LinePaths, mon
     usage = shutil.disk_usage(paths.root)
     monkeypatch.setattr(check_disk.shutil, "disk_usage", lambda place: usage._replace(free=120 << 20))
     assert f"{beside}, 120.0 MiB are free there" in failures(paths)["disk"]
+    put_sized(paths, 0, 1 << 20, kept=True)  # its own room is not to be there twice
+    line = DataLine.open(work_of(paths))
+    message = check_disk.refuse_small_disk(paths, load_run(paths.run_json), line, parameters=1)
+    assert f"(checkpoints of 1.0 MiB and 3 data cycles with opened files and {beside}" in message
 
 
 def test_rates_that_teach_nothing_and_an_average_that_never_begins(paths: LinePaths) -> None:
