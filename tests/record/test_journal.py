@@ -137,6 +137,12 @@ def test_a_different_replay_is_kept_beside_the_row_and_counted(
         assert reader.differences() == 2
         assert str(list(reader.rows())) == str([{**key, **recorded}])
         assert str(list(reader.replays())) == str([{**key, **replayed}] * 2)
+    for number in (2, 1):
+        with sqlite3.connect(path) as db:
+            db.execute("DELETE FROM replays WHERE number = ?", (number,))
+        db.close()
+        with Journal.open_for_reading(path) as reader, pytest.raises(Refusal, match=f"version {number} is missing"):
+            list(reader.replays())
 
 
 def test_names_of_a_row_that_was_not_committed_are_not_taken_for_recorded(
