@@ -98,6 +98,8 @@ def test_only_a_prepared_cycle_ends_a_row_of_failures(paths: LinePaths) -> None:
         assert keeper.running()
         now[0] += 86_400.0
         wait_until(lambda: (keeper.watch(hungry=False, wanted=False), not keeper.running())[1])
+        keeper.watch(hungry=False, wanted=True)
+        assert not keeper.running(), "started again before its wait was over"
         now[0] += 7200.0
 
     rows = []
@@ -239,6 +241,25 @@ def test_finished_preparer_is_started_once_more_for_a_trainer_that_waits(paths: 
     assert "it is done, but the trainer still waits" in (ending.reason or "")
     assert len(starts(work_of(paths), "preparer")) == 2
 
+    # The trainer has time to see what it has done.
+    now, pipe, pace = [1e6], DeathPipe(), dataclasses.replace(QUICK, fed_s=60.0)
+    settings = load_run(paths.run_json)
+    keeper = PreparerKeeper(paths, settings, preparer_command("done"), pipe, pace, Heard(), lambda: now[0])
+
+    def look() -> bool:
+        keeper.watch(hungry=True, wanted=True)
+        return keeper.running()
+
+    assert look()
+    wait_until(lambda: not look())
+    now[0] += 59.0
+    assert not look()
+    assert keeper.failure is None
+    now[0] += 2.0
+    assert not look()
+    assert keeper.failure is not None
+    pipe.close()
+
 
 def test_another_process_prepares(paths: LinePaths) -> None:
     lock = FileLock(work_of(paths) / "preparer.lock").acquire("the test's lock")
@@ -247,6 +268,17 @@ def test_another_process_prepares(paths: LinePaths) -> None:
     assert any(f"process {os.getpid()} already" in event for event in events)
     assert starts(work_of(paths), "preparer") == []
     lock.release()
+
+    # One that comes between our look at the lock and the start of ours is no failure of ours.
+    heard, pipe = Heard(), DeathPipe()
+    keeper = PreparerKeeper(paths, load_run(paths.run_json), preparer_command("crashes"), pipe, QUICK, heard)
+    keeper.watch(hungry=False, wanted=True)
+    assert keeper.running()
+    lock.acquire("the test's lock")
+    wait_until(lambda: (keeper.watch(hungry=False, wanted=False), not keeper.running())[1])
+    assert "preparer_failures" not in heard.fields
+    lock.release()
+    pipe.close()
 
 
 def test_preparer_that_does_not_end_is_killed(paths: LinePaths) -> None:
