@@ -25,6 +25,7 @@ from nstrain.line.paths import LinePaths
 from nstrain.line.retention import set_aside_later
 from nstrain.line.state_files import Heartbeat, SupervisorState, write_heartbeat, write_supervisor
 from nstrain.ops.checkpoints import checkpoints_of, forecast, remove, remove_aside, thin
+from nstrain.ops.rollback import _refuse_missing
 from nstrain.ops.status import status
 from nstrain.ops.status_page import render
 from nstrain.settings.model import dump
@@ -90,6 +91,9 @@ def test_what_the_line_goes_on_from_stays_also_where_latest_is_lost(line: LinePa
         assert newest_good(line, warn=lambda text: None) == line.checkpoint(goes_on)
         with pytest.raises(Refusal, match="the line goes on from it"):
             remove(line.root, [goes_on])
+        if goes_on < 50:
+            with pytest.raises(Refusal, match="u00000050 is beyond the line's newest checkpoint, u00000049"):
+                _refuse_missing(line, 50)
     thin(line.root, 100)
     assert newest_good(line, warn=lambda text: None) == line.checkpoint(50)
 
