@@ -151,7 +151,7 @@ class Status:
     branches: tuple[str, ...]
     """Directories of the branches that were made from it."""
     generation: int
-    """Of the last recorded update; 1 unless it was rolled back (0: its parent's)."""
+    """Of the last recorded update; 1 unless it went back to an earlier one, and on otherwise (0: its parent's)."""
     disk: DiskUse
 
     def to_json(self) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
         )
         rows.append(("replays", Text(text, style="bold red")))
     if status.generation > 1:
-        rows.append(("generation", f"{status.generation}: rolled back {_times(status.generation - 1)}"))
+        rows.append(("generation", f"{status.generation}: went back {_times(status.generation - 1)}"))
     if status.branch_of is not None:
         rows.append(("branch of", status.branch_of))
     if status.branches:

@@ -11,8 +11,9 @@ of a branch begins with its parent's lineage up to the fork, as generation 0.
 
 An update that is trained again after a restart is compared with its row (readings.py says what equal means). Equal:
 nothing is written. Different: the row stays, the other version goes to the table `replays` under a running number, and
-the two are counted; nothing is ever replaced. Readings of another metrics version are refused: names, conditions or
-formulas differ, so one record cannot hold both.
+the two are counted; nothing is ever replaced. But if run.json was edited before the restart, the updates from the first
+that differs on are trained otherwise on purpose: they open a generation. Readings of another metrics version are
+refused: names, conditions or formulas differ, so one record cannot hold both.
 
 Rows and key sets have checksums, and a head says which rows there are; journal_reader.py reads, and refuses damage by
 name. A journal of format 2, which had neither, is read as it is, and gets them when it is next opened to be written.
@@ -48,8 +49,9 @@ from nstrain.record.layout import (
 from nstrain.record.local_disk import refuse_network_file_system
 from nstrain.record.readings import Readings, comparable, pack, refuse_unrecordable
 
-Committed = Literal["new", "equal", "different"]
-"""What a commit found: no row of this update yet, an equal one, or a different one."""
+Committed = Literal["new", "equal", "different", "anew"]
+"""What a commit found: no row of this update yet, an equal one, a different one, or one that it is meant to differ
+from, so that it opened the next generation."""
 
 
 class Journal(JournalReader):
@@ -148,8 +150,11 @@ class Journal(JournalReader):
             kill_point("journal:before commit")
         return newest.number + 1
 
-    def commit(self, update: int, readings: Readings) -> Committed:
+    def commit(self, update: int, readings: Readings, may_differ: bool = False) -> Committed:
         """Record an update of the line as it stands durably, or compare it with what was recorded of it before.
+
+        `may_differ`: the line was changed on purpose since that was recorded. A row that differs then opens the next
+        generation; what was recorded from there on stays in the file, but is no longer the line's.
 
         Raises `Refusal` for a reading that is no number, and for an update that would leave a gap; `DiskFull` if there
         is no room. The journal is then as it was.
@@ -168,6 +173,11 @@ class Journal(JournalReader):
                 (stored,) = self._stored(Span(generation.number, update, update), mendable=True)
                 if comparable(self._unpacked(stored)) == comparable(readings):
                     result = "equal"
+                elif may_differ:
+                    number = head.generations[-1].number + 1
+                    self._insert("rows", number, update, names, values)
+                    write_head(self._db, head.with_generation(number, update).with_row(number, update))
+                    result = "anew"
                 else:
                     self._insert("replays", generation.number, update, names, values, number=head.differences + 1)
                     write_head(self._db, head.with_difference())

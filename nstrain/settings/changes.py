@@ -130,6 +130,14 @@ def fixed_values(settings: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def other_rows(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether two run.json of a line may differ in what rows they give: in a field that it keeps for life, in how rows
+    go through the device (which decides the order of sums), or in when is validated. Where its data line lies decides
+    nothing."""
+    decisive = {*FIXED_FIELDS, "lengths"} - {"data"}
+    return any(old.get(name) != new.get(name) for name in decisive)
+
+
 def _spent_note(name: str, changes: Changes, spent: Mapping[str, int]) -> str:
     if not spent.get(name):
         return ""

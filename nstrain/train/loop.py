@@ -65,11 +65,15 @@ class Trainer:
         stop: StopRequests,
         state: LineState,
         gpu: HeldGpu | None = None,
+        edited: bool = False,
     ) -> None:
-        """`state` is where the line stands, `engine` holds what belongs to it, `gpu` is the line's if it has one."""
+        """`state` is where the line stands, `engine` holds what belongs to it, `gpu` is the line's if it has one.
+
+        `edited`: run.json is another than the checkpoint's; rows of updates that are trained again may differ.
+        """
         self.paths, self.settings, self.data = paths, settings, data
         self.engine, self.journal, self.stop = engine, journal, stop
-        self.state, self.gpu = state, gpu
+        self.state, self.gpu, self._edited = state, gpu, edited
         self._cycle: OpenCycle | None = None
         self._ahead = CycleAhead()
         self._row_tokens = 0
@@ -163,7 +167,6 @@ class Trainer:
             self.state,
             position=update.position_after,
             tokens=update.tokens_after,
-            generation=self.journal.generation_at(update.number),
             order=cycle.order,
         )
         kill_point("train:update done")
@@ -277,11 +280,15 @@ class Trainer:
         if (waited_s := time.monotonic() - began) >= 1:
             print(f"waited {waited_s:.1f} s for the hashes of cycle {cycle.order.cycle}'s token files", flush=True)
 
-    def _vouch(self) -> None:
-        """Record what is held back, once the cycle's files are hashed. Raises `NeedsOperator` if they are damaged."""
+    def _vouch(self, state: LineState) -> LineState:
+        """Record what is held back, once the cycle's files are hashed; the state with its row's generation.
+
+        Raises `NeedsOperator` if they are damaged.
+        """
         if self._cycle is not None:
             self._wait_for_hashes(self._cycle, "saving")
         self._record()
+        return dataclasses.replace(state, generation=self.journal.generation_at(state.position.update))
 
     def _refuse_damaged(self) -> None:
         """Raise what is wrong with the files of the open cycle, if that is known by now."""
@@ -352,8 +359,11 @@ class Trainer:
         """Record and print what is held back; a row that was recorded before is compared with that."""
         self._refuse_damaged()
         for update, row, problems in self._held:
-            found = self.journal.commit(update, row)
-            if found == "different":
+            found = self.journal.commit(update, row, self._edited)
+            if found == "anew":
+                generation = self.journal.generation_at(update)
+                print(f"u{update}: run.json was edited; generation {generation} of the record begins here", flush=True)
+            elif found == "different":
                 text = f"u{update}: differs from the row recorded before; both are kept (see `nstrain status`)"
                 print(text, flush=True)
             alarms = self._alarming.alarms(update, row, problems)

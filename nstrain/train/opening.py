@@ -34,6 +34,8 @@ from nstrain.line.run_json import load_settings
 from nstrain.line.state_files import Heartbeat, read_heartbeat, write_heartbeat
 from nstrain.record.journal import Journal
 from nstrain.record.journal_reader import FIRST_GENERATION
+from nstrain.settings.changes import other_rows
+from nstrain.settings.model import dump
 from nstrain.settings.run import METRICS_VERSION, RunSettings
 from nstrain.train.checkpointing import (
     LineState,
@@ -156,6 +158,9 @@ def _make_trainer(
     refuse_lost_rows(paths, newest, journal.last_update())
     held_out = held_out_digest(data)
     state = LineState(Position(0, 1, 0), 0, FIRST_GENERATION, None, held_out=held_out)
+    edited = (
+        True  # before its first checkpoint a line may be edited as one likes, and update 0 be recorded all the same
+    )
     if checkpoint is not None:
         refuse_abandoned(paths, checkpoint.state, journal.generation_at)
         state = LineState.from_json(checkpoint.state)
@@ -163,6 +168,7 @@ def _make_trainer(
         changes = refuse_other_line(checkpoint.state, settings, str(newest), held_out)
         for change in changes.applied[len(before.applied) :]:
             print(f"changed on purpose after update {change.update}: {change.describe()}", flush=True)
+        edited = len(changes.applied) > len(before.applied) or other_rows(checkpoint.state["settings"], dump(settings))
         state = dataclasses.replace(state, changes=changes, held_out=held_out)
         refuse_other_manifest(state, data)
         for difference in changed_libraries(checkpoint.state, settings.device):
@@ -177,4 +183,4 @@ def _make_trainer(
     if checkpoint is not None and newest is not None:
         restore(engine, checkpoint, str(newest), None if settings.ema is None else settings.ema.from_tokens)
         print(f"going on from {newest.name}: cycle {state.position.cycle}, row {state.position.row}", flush=True)
-    return Trainer(paths, settings, data, engine, journal, stop, state, gpu), newest
+    return Trainer(paths, settings, data, engine, journal, stop, state, gpu, edited), newest

@@ -81,11 +81,11 @@ class Saver:
         work: Path,
         engine: Engine,
         say: Callable[[str], None] = say_now,
-        vouch: Callable[[], None] = lambda: None,
+        vouch: Callable[[LineState], LineState] = lambda state: state,
     ) -> None:
         """`work` is the data line's directory; `say` takes lines for the log, also from the writer's thread.
 
-        `vouch()` is called before a state is taken, and raises if it must not be saved.
+        `vouch(state)` is what is saved of a state; it raises if nothing must be.
         """
         self._paths, self._settings, self._work, self._engine, self._say = paths, settings, work, engine, say
         self._vouch = vouch
@@ -134,7 +134,7 @@ class Saver:
     def save(self, state: LineState, reason: str) -> None:
         """Have the engine's state written, after a write that is under way; the line may train on at once."""
         assert self._copy is not None, "a saver is opened before it saves"
-        self._vouch()
+        state = self._vouch(state)
         began = time.monotonic()
         self._writer.wait()  # the host copy is the writer's until then
         taken = self._copy.take()

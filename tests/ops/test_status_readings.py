@@ -164,7 +164,7 @@ def test_rolled_back_and_branched_lines_say_so(paths: LinePaths) -> None:
     look = status(paths.root)
     assert (look.generation, look.update, look.branches) == (2, 5, (str(paths.root / "b1"),))
     text = page(look)
-    assert "rolled back once" in text
+    assert "went back once" in text
     assert "branches" in text
 
 

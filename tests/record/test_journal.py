@@ -229,6 +229,10 @@ def test_each_update_is_of_the_generation_that_the_line_has_there(path: Path) ->
         assert journal.commit(3, row(3)) == "equal"
         assert journal.commit(4, row(4, other=1.0)) == "new"
         assert journal.commit(4, row(4)) == "different", "compared with the row of the same generation"
+        assert journal.commit(2, row(2), may_differ=True) == "equal"
+        assert journal.commit(3, row(3, other=1.0), may_differ=True) == "anew"
+        assert keys(journal) == [(1, 0), (1, 1), (1, 2), (3, 3)], "what was recorded otherwise is the line's no more"
+        assert (journal.commit(4, row(4), may_differ=True), journal.differences()) == ("new", 1)
 
 
 def test_a_branch_begins_with_its_parents_lineage_as_generation_0(path: Path, tmp_path: Path) -> None:

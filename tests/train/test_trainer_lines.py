@@ -36,6 +36,7 @@ from nstrain.line.background import BackgroundWriter
 from nstrain.line.checkpoint import Checkpoint
 from nstrain.line.paths import REPLACED_SUFFIX, LinePaths
 from nstrain.line.state_files import Stage, clear_stop, request_stop
+from nstrain.ops.verify import verify_line
 from nstrain.record.journal import Journal
 from nstrain.settings.run import METRICS_VERSION
 from nstrain.train.feed import RowFeed
@@ -309,6 +310,51 @@ def test_a_replay_that_differs_is_kept_beside_its_row(line: LinePaths, capsys: p
     assert "u6: differs from the row recorded before" in capsys.readouterr().out
     assert journal_summary(line)[1] == 3, "updates 6, 7 and 8"
     assert not rows_of(line)[6]["skipped"], "the row that was recorded stays"
+
+
+@pytest.mark.parametrize(
+    ("edit", "differs_from"),
+    [
+        ({"optimizer": {"clip_norm": 0.01, "weight_decay_batch": 160}, "allow_changes": ["optimizer"]}, 6),
+        ({"lengths": {"32": {"micro_rows": 5}}}, 5),
+        ({"validation": {"every_updates": 6, "rows_per_source": 3}}, 6),
+    ],
+)
+def test_an_edit_after_a_kill_opens_a_generation_where_it_makes_a_difference(
+    killed_at_8: LinePaths, tmp_path: Path, edit: dict[str, Any], differs_from: int
+) -> None:
+    """What was recorded beyond the checkpoint was trained otherwise: it is no longer what the line has done."""
+    line, quiet = (copy_of(killed_at_8, tmp_path / name) for name in ("run", "quiet"))
+    with Journal.open(quiet.journal, METRICS_VERSION) as journal:
+        journal.begin_generation(5)
+    for paths in (line, quiet):
+        change_run(paths, **edit)
+        assert run_here(paths, stop_after=7) == ExitCode.STOPPED
+    lose_checkpoint(line, 7)  # killed once more: nothing differs now
+    for paths in (line, quiet):
+        assert run_here(paths, stop_after=9) == ExitCode.STOPPED
+    rows = rows_of(line)
+    assert [row["generation"] for row in rows] == [1 if u < differs_from else 2 for u in range(10)]
+    assert [row | {"generation": 1} for row in rows] == [row | {"generation": 1} for row in rows_of(quiet)]
+    assert journal_summary(line)[1] == 0, "it is no replay that differed"
+    assert tensors_of(line, 9) == tensors_of(quiet, 9)
+    assert state_of(line, 9)["generation"] == rows[9]["generation"]
+    assert verify_line(line.root).ok
+
+
+@pytest.fixture(scope="module")
+def killed_at_8(data: DataLine, tmp_path_factory: pytest.TempPathFactory) -> LinePaths:
+    """A line whose newest checkpoint is that of update 4. Tests copy it before they change it."""
+    paths = make_run(tmp_path_factory.mktemp("killed") / "run", data)
+    assert run_here(paths, stop_after=8) == ExitCode.STOPPED
+    lose_checkpoint(paths, 8)
+    return paths
+
+
+def lose_checkpoint(paths: LinePaths, update: int) -> None:
+    """Have a line stand as if it had been killed before it wrote that checkpoint."""
+    shutil.rmtree(paths.checkpoint(update))
+    paths.latest.write_text("u00000004\n")
 
 
 def test_lost_checkpoints_are_not_taken_for_a_new_line(line: LinePaths) -> None:
