@@ -15,8 +15,9 @@ from pathlib import Path
 from nstrain.base.errors import Refusal
 from nstrain.data.line import DataLine
 from nstrain.line.branches import read_branches
+from nstrain.line.checkpoint import newest_good
 from nstrain.line.listing import DiskForecast, ListedCheckpoint, forecast_of, keeping_of, list_checkpoints
-from nstrain.line.paths import LinePaths
+from nstrain.line.paths import LinePaths, parse_checkpoint_name
 from nstrain.line.retention import remove_checkpoints, remove_set_aside
 from nstrain.line.run_json import load_settings, refuse_no_line
 from nstrain.ops.rollback import at_rest
@@ -50,17 +51,17 @@ def remove(run: Path, updates: Iterable[int], forks: bool = False) -> Removed:
     """Remove checkpoints of a line that does not run.
 
     Raises `Refusal` before anything is removed: for an update that has none (naming those that have), for the one that
-    the line goes on from, and, unless `forks`, for one that a branch began with.
+    the line goes on from, and, unless `forks`, for one that a branch began with; and if none is good to go on from.
     """
     paths = _paths(run)
     with at_rest(paths, "thinned"):
         listed = {item.update: item for item in list_checkpoints(paths) if not item.set_aside}
-        wanted = sorted(set(updates))
+        wanted, goes_on_from = sorted(set(updates)), _goes_on_from(paths)
         for update in wanted:
             if update not in listed:
                 found = ", ".join(map(str, listed)) or "none"
                 raise Refusal(f"{paths.root} has no checkpoint after update {update}; it has: {found}")
-            if listed[update].latest:
+            if listed[update].latest or update == goes_on_from:
                 raise Refusal(
                     f"{paths.checkpoint(update)}: the line goes on from it; to remove it, roll back to an earlier one "
                     "or train to a later one first"
@@ -86,14 +87,14 @@ def thin(run: Path, every: int, forks: bool = False) -> Removed:
         raise Refusal(f"--thin: expected a number from 1, found {every}")
     paths = _paths(run)
     with at_rest(paths, "thinned"):
-        branches = {} if forks else _branches_at(paths)
+        branches, goes_on_from = {} if forks else _branches_at(paths), _goes_on_from(paths)
         gone = [
             item
             for item in list_checkpoints(paths)
             if item.reason in ("cycle_end", "end")
             and item.after_cycle is not None
             and item.after_cycle % every
-            and not (item.latest or item.set_aside or item.update in branches)
+            and not (item.latest or item.set_aside or item.update == goes_on_from or item.update in branches)
         ]
         return _remove(paths, gone)
 
@@ -109,6 +110,12 @@ def remove_aside(run: Path) -> Removed:
         sizes = {name: _own_bytes(paths.set_aside, item) for name, item in listed.items()}
         gone = [name for name in remove_set_aside(paths, None) if name in listed]
         return Removed(tuple(listed[name] for name in gone), sum(sizes[name] for name in gone))
+
+
+def _goes_on_from(paths: LinePaths) -> int | None:
+    """The update that the line goes on from, by every byte: what `latest` names may be damaged, or `latest` be lost."""
+    newest = newest_good(paths, warn=lambda message: None)
+    return None if newest is None else parse_checkpoint_name(newest.name)
 
 
 def _remove(paths: LinePaths, gone: list[ListedCheckpoint]) -> Removed:

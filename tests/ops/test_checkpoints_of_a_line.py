@@ -98,6 +98,23 @@ def test_what_the_line_goes_on_from_stays_also_where_latest_is_lost(line: LinePa
     assert newest_good(line, warn=lambda text: None) == line.checkpoint(50)
 
 
+def test_what_the_line_goes_on_from_stays_also_without_a_good_latest(line: LinePaths) -> None:
+    save(line, 60)
+    line.latest.unlink()
+    with pytest.raises(Refusal, match="u00000060: the line goes on from it"):
+        remove(line.root, [60])
+    flipped = bytearray((line.checkpoint(60) / "weights.safetensors").read_bytes())
+    flipped[-1] ^= 1
+    (line.checkpoint(60) / "weights.safetensors").write_bytes(flipped)
+    for latest in (None, "u00000060\n"):
+        if latest is not None:
+            line.latest.write_text(latest)
+        assert 50 not in [item.update for item in thin(line.root, 100).checkpoints]
+        with pytest.raises(Refusal, match="u00000050: the line goes on from it"):
+            remove(line.root, [50])
+    assert newest_good(line) == line.checkpoint(50)
+
+
 def test_a_fork_goes_if_that_is_said(line: LinePaths) -> None:
     add_branch(line, new_branch(Path("/runs/b1"), "b1", 2, 20, 10_240, "decay:1e3"))
     assert [item.update for item in thin(line.root, 10).checkpoints] == [10, 40]
