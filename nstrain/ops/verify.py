@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nstrain.base.commands import typed
 from nstrain.base.disk import PARTIAL_SUFFIX
 from nstrain.base.errors import NstrainError, Refusal
 from nstrain.base.units import human_bytes, human_count
@@ -121,7 +122,9 @@ class _Looks:
     def latest(self) -> str:
         if self._named is None:
             if self.paths.checkpoint_updates():
-                raise Refusal(f"{self.paths.latest}: names no checkpoint")
+                run = typed("nstrain", "run", self.paths.root)
+                remedy = "" if self.goes_on_from is None else f"; `{run}` goes on from {self.goes_on_from} and names it"
+                raise Refusal(f"{self.paths.latest}: names no checkpoint{remedy}")
             return "no checkpoint yet: the line begins"
         name = checkpoint_name(self._named)
         if self.goes_on_from != name:

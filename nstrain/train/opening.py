@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from nstrain.base.disk import FileLock
+from nstrain.base.disk import FileLock, atomic_write
 from nstrain.base.errors import Refusal
 from nstrain.data.line import DataLine
 from nstrain.data.order import refuse_row_length
@@ -26,6 +26,7 @@ from nstrain.line.abandoned import refuse_abandoned
 from nstrain.line.checkpoint import (
     discard_partial_writes,
     load_newest_good,
+    read_latest,
     refuse_lost_checkpoints,
     refuse_lost_rows,
 )
@@ -183,4 +184,6 @@ def _make_trainer(
     if checkpoint is not None and newest is not None:
         restore(engine, checkpoint, str(newest), None if settings.ema is None else settings.ema.from_tokens)
         print(f"going on from {newest.name}: cycle {state.position.cycle}, row {state.position.row}", flush=True)
+        if read_latest(paths) is None and not paths.latest.is_dir():  # a line at its end writes no checkpoint any more
+            atomic_write(paths.latest, newest.name + "\n")
     return Trainer(paths, settings, data, engine, journal, stop, state, gpu, edited), newest

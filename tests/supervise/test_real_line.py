@@ -16,6 +16,7 @@ from nstrain.base.process import identify
 from nstrain.data.consumers import read_consumers
 from nstrain.data.cycles import cycles_on_disk
 from nstrain.data.line import DataLine
+from nstrain.line.checkpoint import read_latest
 from nstrain.line.paths import LinePaths
 from nstrain.line.state_files import read_heartbeat, read_supervisor, request_stop
 from nstrain.ops.check import check_line
@@ -60,6 +61,7 @@ def test_killed_and_run_again(paths: LinePaths, start: Callable[..., SupervisorP
     assert (state := read_supervisor(paths)) is not None
     assert state.launches == 1
     assert not paths.stop.exists()
+    assert read_latest(paths) == CYCLE_TOKENS // UPDATE_TOKENS, "named again, though nothing was saved"
 
     third = start("real", "real")
     trainer = third.wait_for_trainer()
