@@ -83,6 +83,12 @@ def new(
     seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads (default: this machine's cores).")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda where there is one).")] = None,
+    wandb_project: Annotated[
+        str | None, typer.Option(help="Copy the journal to this project on Weights & Biases (default: nowhere).")
+    ] = None,
+    wandb_entity: Annotated[
+        str | None, typer.Option(help="The user or team whose project it is (default: the key's own).")
+    ] = None,
 ) -> None:
     """Make a training line on a data line; its run.json shows every setting, and appears whole or not at all."""
     from nstrain.data.line import DataLine
@@ -118,6 +124,7 @@ def new(
         threads=threads,
         device=device,  # type: ignore[arg-type]  # validated with the rest
         print_every=print_every,
+        tracker=_tracker(wandb_project, wandb_entity),
     )
     print(f"{resolve(run)}: {settings.model.preset} on {settings.data.work}")
     data_line = DataLine.open(Path(settings.data.work))
@@ -129,6 +136,15 @@ def new(
 def _given(**options: float | None) -> dict[str, float]:
     """Fields of run.json by their names, without those that were left out."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _tracker(project: str | None, entity: str | None) -> dict[str, str | None] | None:
+    """run.json's tracker, if one is asked for."""
+    if project is None:
+        if entity is not None:
+            raise Refusal(f"--wandb-entity {entity}: goes with --wandb-project; name the project too")
+        return None
+    return {"service": "wandb", "project": project, "entity": entity}
 
 
 def _batch(text: str | None) -> int | list[dict[str, int | None]] | None:

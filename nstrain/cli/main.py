@@ -19,7 +19,7 @@ import typer
 from nstrain import __version__
 from nstrain.base.disk import refused_file
 from nstrain.base.errors import ExitCode, Interrupted, NstrainError
-from nstrain.cli import bench, branches, checkpoints, data, lines, model, schema, tune
+from nstrain.cli import bench, branches, checkpoints, data, lines, mirror, model, schema, tune
 
 app = typer.Typer(
     help="Pre-train NeuronSpark language models on streamed text: exactly resumable, unattended.",
@@ -40,6 +40,7 @@ schema.register(app)
 model.register(app)
 bench.register(app)
 tune.register(app)
+mirror.register(app)
 
 
 def _print_version(wanted: bool) -> None:

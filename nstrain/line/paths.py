@@ -6,6 +6,8 @@ checkpoints/latest       the name of the one to go on from        heartbeat   wh
 set-aside/               checkpoints that a rollback took out      STOP        a request to stop
 journal.db               the record                    run.log           printed rows and events
 tune/                    trials, kernel table and log of `nstrain tune`
+wandb_run.json           the journal's copy on a tracking service: where it is, how far it is     locks/mirror.lock
+wandb/                   the service's client keeps its files there
 branches.json            the branches that were made from this line
 supervisor.out           what a supervisor in the background printed: errors of its start
 """
@@ -115,6 +117,21 @@ class LinePaths:
     def branches_lock(self) -> Path:
         """Held by whoever adds to them."""
         return self.root / "locks" / "branches.lock"
+
+    @property
+    def wandb_run(self) -> Path:
+        """The journal's copy on a tracking service; written by the mirror (nstrain.mirror.state)."""
+        return self.root / "wandb_run.json"
+
+    @property
+    def mirror_lock(self) -> Path:
+        """Held by the line's mirror for its life."""
+        return self.root / "locks" / "mirror.lock"
+
+    @property
+    def wandb_directory(self) -> Path:
+        """Where the tracking service's client keeps its files."""
+        return self.root / "wandb"
 
     @property
     def supervisor_lock(self) -> Path:

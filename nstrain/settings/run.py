@@ -8,6 +8,7 @@ tokens, so that no launch, skip or restart can move them.
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,7 +23,7 @@ METRICS_VERSION = 2
 
 FIXED_FIELDS = (
     "format", "id", "metrics", "data", "model", "seed", "threads", "device", "tokens_per_update", "rows",
-    "learning_rate", "optimizer", "ema", "validation", "branch",
+    "learning_rate", "optimizer", "ema", "validation", "tracker", "branch",
 )  # fmt: skip
 """Top-level fields that a line keeps for life: a change is refused unless `allow_changes` lists the field."""
 
@@ -235,6 +236,35 @@ class GuardSettings(Settings):
         return budgets.get(stage, self.watchdog_s)
 
 
+def _service_name(value: str) -> str:
+    """A name that the service takes: its client's own rule, and no spaces around it."""
+    if set(value) & set("/\\#?%:") or value != value.strip():
+        raise ValueError("expected a name without any of / \\ # ? % : and without spaces around it")
+    return value
+
+
+def _service_address(value: str) -> str:
+    if not re.fullmatch(r"https?://[^/@\s]+(/\S*)?", value):
+        raise ValueError("expected an address like https://wandb.example.org, without a key in it")
+    return value
+
+
+ServiceName = Annotated[str, pydantic.Field(min_length=1, max_length=128), pydantic.AfterValidator(_service_name)]
+
+
+class TrackerSettings(Settings):
+    """The experiment tracker that the line's journal is copied to, by a process of its own (nstrain.mirror)."""
+
+    service: Literal["wandb"]
+    """wandb: Weights & Biases, or another server that speaks its protocol."""
+    project: ServiceName
+    """The project in which the line's runs stand, one a generation."""
+    entity: ServiceName | None = None
+    """The user or team whose project it is; null: whom the service takes the key's owner to work for."""
+    base_url: Annotated[str, pydantic.AfterValidator(_service_address)] | None = None
+    """The server's address; null: the one that the service's client is set to."""
+
+
 class RunSettings(Settings):
     """A training line's configuration (run.json)."""
 
@@ -268,6 +298,8 @@ class RunSettings(Settings):
     guards: GuardSettings = GuardSettings()
     print_every: Positive = 10
     """Updates between two rows in run.log; one with a validation's readings is printed in any case."""
+    tracker: TrackerSettings | None = None
+    """Where the journal is copied to; null: nowhere."""
     branch: BranchSettings | None = None
     """Of a branch: its parent, and where it left it."""
     allow_changes: tuple[str, ...] = ()

@@ -47,6 +47,7 @@ FIXED: dict[str, tuple[dict[str, Any], str]] = {
     "ema": (changed("ema", to={"horizon_tokens": 9, "from_tokens": 0}), "ema was None and is now {'horizon_tokens': 9"),
     "optimizer": (changed("optimizer", "beta2", to=0.9), "optimizer.beta2 was 0.95 and is now 0.9"),
     "validation": (changed("validation", "rows_per_source", to=5), "validation.rows_per_source was 2 and is now 5"),
+    "tracker": (changed("tracker", to={"service": "wandb", "project": "p"}), "tracker was None and is now {'service'"),
 }
 
 

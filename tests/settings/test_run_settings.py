@@ -111,6 +111,24 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an average over nothing": (
         changed("ema", to={"horizon_tokens": 0, "from_tokens": 0}), "'ema.horizon_tokens': input should be greater"
     ),
+    "a tracker nobody knows": (
+        changed("tracker", to={"service": "wandbe", "project": "p"}), "'tracker.service': input should be 'wandb'"
+    ),
+    "a tracker without a project": (changed("tracker", to={"service": "wandb"}), "'tracker.project' is missing"),
+    "a project of no letters": (
+        changed("tracker", to={"service": "wandb", "project": ""}), "'tracker.project': string should have at least 1"
+    ),
+    "a project and its owner in one": (
+        changed("tracker", to={"service": "wandb", "project": "a/b"}),
+        "'tracker.project': expected a name without any of / \\ # ? % : and without spaces around it, found 'a/b'",
+    ),
+    "an address without its scheme": (
+        changed("tracker", to={"service": "wandb", "project": "p", "base_url": "wandb.example.org"}),
+        "'tracker.base_url': expected an address like https://wandb.example.org",
+    ),
+    "a key in an address": (
+        changed("tracker", to={"service": "wandb", "project": "p", "base_url": "https://key@host"}), "without a key"
+    ),
     "no checkpoints": (
         changed("checkpoints", to={"every_minutes": None}), "checkpoints: every_updates and every_minutes cannot"
     ),
