@@ -31,6 +31,7 @@ Event = Literal[
     "waiting_data",
     "waiting_gpu",
     "preparer_failing",
+    "mirror_failing",
     "supervisor_failed",
     "alarm",
 ]

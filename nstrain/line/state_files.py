@@ -201,6 +201,12 @@ class SupervisorState:
     """Failures of the preparer in a row, without a cycle prepared since."""
     preparer_failure: str | None = None
     """What its last failure was of, for people."""
+    mirror_pid: int | None = None
+    """The journal's mirror; None while none runs."""
+    mirror_failures: int = 0
+    """Ends of the mirror in a row that nobody asked for."""
+    mirror_failure: str | None = None
+    """What the last of them was, for people."""
     last_event: str | None = None
     """The last thing that happened, as in run.log."""
     last_event_at: float | None = None

@@ -13,8 +13,9 @@ from nstrain.settings.changes import first_difference, fixed_values
 from nstrain.settings.model import dump, validate
 from nstrain.settings.run import RunSettings
 
-OWN_FIELDS = ("format", "id", "metrics", "data", "branch")
-"""Fixed fields that a branch does not have of its trunk, or whose values are the same in every line."""
+OWN_FIELDS = ("format", "id", "metrics", "data", "tracker", "branch")
+"""Fixed fields that a branch does not have of its trunk, or whose values are the same in every line; and the tracker,
+by which nothing was trained: a branch is shown where its trunk is shown now."""
 
 
 def settings_at_fork(state: Mapping[str, Any], now: RunSettings, where: str) -> RunSettings:

@@ -302,6 +302,14 @@ class _Checks:
             )
         return program
 
+    def tracker(self) -> str:
+        tracker = self.settings.tracker
+        if tracker is None:
+            return "none: the journal stays on this machine"
+        from nstrain.mirror.credentials import describe
+
+        return f"project {tracker.project}: {describe(tracker)}"
+
     def tokenizer(self) -> str:
         encoder = self.line.encoder()
         return f"{encoder.vocabulary.size:,} tokens; control tokens in a text stay text"
@@ -450,6 +458,7 @@ CHECKS = (
     _Check("learning rate", _Checks.rates, True, ("settings", "data line", "row lengths")),
     _Check("gpu reader", _Checks.gpu_reader, True, ("run.json",)),
     _Check("notify", _Checks.notify, True),
+    _Check("tracker", _Checks.tracker, True, ("run.json",)),
     _Check("tokenizer", _Checks.tokenizer, False, ("data line",)),
     _Check("held-out rows", _Checks.held_out_rows, False, ("held-out text", "row lengths")),
     _Check("sources", _Checks.sources, False, ("data line",)),

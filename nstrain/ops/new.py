@@ -81,6 +81,7 @@ def new_line(
     device: Literal["cpu", "cuda"] | None = None,
     ahead_cycles: int = 1,
     print_every: int = 10,
+    tracker: Mapping[str, Any] | None = None,
     line_id: str | None = None,
 ) -> RunSettings:
     """Make a training line in `run` on the data line in `work`; returns its settings.
@@ -90,7 +91,7 @@ def new_line(
     length of the rate's way down to `final_lr`, which ends with the schedule (None: the rate stays).
     `ema_horizon_tokens` asks for a moving average of the weights, which begins at `ema_from_tokens`, or one horizon in.
     `optimizer`, `validation` and `checkpoints` hold fields of those parts of run.json; what they leave out has a
-    default. `device` defaults to a CUDA device if this machine has one.
+    default. `device` defaults to a CUDA device if this machine has one. `tracker` is run.json's part of that name.
 
     Raises `Refusal` before anything is written: a directory that is not empty, no data line or one without held-out
     rows, lengths that do not fit each other, the unit or the model, a value out of range. Raises `DiskFull` or
@@ -130,6 +131,7 @@ def new_line(
         "validation": {**_default_validation(planned_tokens, ramp, computes_on), **(validation or {})},
         "checkpoints": dict(checkpoints or {}),
         "print_every": print_every,
+        "tracker": None if tracker is None else dict(tracker),
     }
     settings = validate(RunSettings, fields, f"{run}: the new line's settings")
     _refuse_unfit(settings, line, row_tokens)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +43,7 @@ from nstrain.ops.status_data import (
 )
 from nstrain.ops.status_disk import DiskUse, disk_use
 from nstrain.ops.status_life import silent_for, stopped_of
+from nstrain.ops.status_mirror import TrackerNow, tracker_now
 from nstrain.ops.status_record import DEFAULT_LOSS_JUMP, Record, read_record
 
 State = Literal["new", "running", "waiting", "stopped", "failed", "done"]
@@ -152,6 +154,8 @@ class Status:
     """Directories of the branches that were made from it."""
     generation: int
     """Of the last recorded update; 1 unless it went back to an earlier one, and on otherwise (0: its parent's)."""
+    tracker: TrackerNow | None
+    """Its copy on a tracker; None if run.json names none."""
     disk: DiskUse
 
     def to_json(self) -> dict[str, Any]:
@@ -184,6 +188,7 @@ def status(run: Path) -> Status:
     pid = supervised.supervisor.pid if supervised else None
     trainer_pid = live.pid if live else supervised.trainer_pid if supervised else None
     preparer_pid = None if now.preparer is None else now.preparer.pid
+    tracker = tracker_now(paths, settings.tracker, record, supervised)
     return Status(
         state=state,
         update=update,
@@ -203,7 +208,7 @@ def status(run: Path) -> Status:
         heartbeat_at=live.time if live else None,
         budget_s=live.budget_s if live else None,
         silent_s=silent_s,
-        stopped_pids=stopped_of(pid, trainer_pid, preparer_pid),
+        stopped_pids=stopped_of(pid, trainer_pid, preparer_pid, tracker.pid if tracker else None),
         stopping=state in ("running", "waiting") and (stop_requested(paths) or bool(live and live.stage == "stopping")),
         learning_rate=_finite(live.learning_rate if live and live.learning_rate else last.get("train/learning_rate")),
         cycle_progress=live.cycle_progress if now.trains() and live else None,
@@ -237,6 +242,7 @@ def status(run: Path) -> Status:
         branch_of=settings.branch_of,
         branches=tuple(branch.run for branch in read_branches(paths)),
         generation=int(last.get("generation", 1)),
+        tracker=tracker,
         disk=disk_use(paths, settings.work, settings.keeping, now.checkpoints, now.cycle_count),
     )
 
@@ -254,6 +260,7 @@ class _Settings:
     keeping: Keeping
     loss_jump: float
     branch_of: str | None
+    tracker: Mapping[str, Any] | None
 
 
 def _read_settings(run: Path, paths: LinePaths) -> _Settings:
@@ -268,6 +275,7 @@ def _read_settings(run: Path, paths: LinePaths) -> _Settings:
             keeping=keeping_of(settings),
             loss_jump=float(settings.get("guards", {}).get("loss_jump", DEFAULT_LOSS_JUMP)),
             branch_of=(settings.get("branch") or {}).get("from"),
+            tracker=None if settings.get("tracker") is None else dict(settings["tracker"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Refusal(

@@ -29,6 +29,8 @@ class DiskUse:
     """run.log and its older parts."""
     tune_bytes: int
     """What `nstrain tune` has measured, and its log."""
+    tracker_bytes: int
+    """What the tracker's client keeps of its sessions."""
     cycles_bytes: int
     """Prepared cycles of its data line (other lines may use them too)."""
     opened_bytes: int
@@ -66,6 +68,7 @@ def disk_use(
         journal_bytes=bytes_of(paths.root.glob(f"{paths.journal.name}*")),
         logs_bytes=bytes_of(paths.root.glob(f"{paths.run_log.name}*")),
         tune_bytes=bytes_below(paths.tune),
+        tracker_bytes=bytes_below(paths.wandb_directory),
         cycles_bytes=bytes_below(work / "cycles"),
         opened_bytes=bytes_below(work / "open"),
         downloads_bytes=bytes_below(work / "downloads"),

@@ -13,12 +13,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from nstrain.base.commands import typed
 from nstrain.base.errors import Interrupted
 from nstrain.base.units import human_bytes, human_count, human_seconds
 from nstrain.ops.status import State, Status
 from nstrain.ops.status import status as read_status
 from nstrain.ops.status_disk import DiskUse
 from nstrain.ops.status_life import how_to_go_on, silence
+from nstrain.ops.status_mirror import TrackerNow
 from nstrain.record.alarms import in_short
 
 STATE_STYLE: dict[State, str] = {
@@ -109,6 +111,8 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
             f"{status.differences} replayed updates differed from their first record; both versions are in the journal"
         )
         rows.append(("replays", Text(text, style="bold red")))
+    if status.tracker is not None:
+        rows.append((status.tracker.service, _tracker(status.tracker, status)))
     if status.generation > 1:
         rows.append(("generation", f"{status.generation}: went back {_times(status.generation - 1)}"))
     if status.branch_of is not None:
@@ -116,6 +120,25 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
     if status.branches:
         rows.append(("branches", ", ".join(status.branches)))
     return rows
+
+
+def _tracker(tracker: TrackerNow, status: Status) -> Text:
+    """How far the copy is, where it is seen, and what is wrong with it."""
+    through = "nothing sent yet"
+    if tracker.pushed_through is not None:
+        through = f"through update {tracker.pushed_through:,}"
+    behind = "" if not tracker.behind_updates else f", {tracker.behind_updates:,} behind"
+    text = Text(through + behind + ("" if tracker.url is None else f"  {tracker.url}"))
+    if tracker.error is not None:
+        now = time.time()
+        since = "" if tracker.failing_since is None else f" for {human_seconds(max(0, now - tracker.failing_since))}"
+        text.append(f"\nfailing{since}: {tracker.error}", style="yellow")
+    if behind and tracker.pid is None and status.state not in ("running", "waiting"):
+        text.append(f"\n`{typed('nstrain', 'mirror', status.run)}` sends the rest")
+    if tracker.differences:
+        rows = "an update" if tracker.differences == 1 else f"{tracker.differences:,} updates"
+        text.append(f"\nit has another row than the journal of {rows}", style="bold red")
+    return text
 
 
 def _times(number: int) -> str:
@@ -200,6 +223,7 @@ def _disk(disk: DiskUse) -> str:
         "journal": disk.journal_bytes,
         "logs": disk.logs_bytes,
         "tune": disk.tune_bytes,
+        "tracker": disk.tracker_bytes,
         "data cycles": disk.cycles_bytes,
         "opened files": disk.opened_bytes,
         "fetched files": disk.downloads_bytes,

@@ -30,7 +30,9 @@ ERROR_BEGINNINGS = (
 )
 """How a child begins to tell why it ends."""
 
-SUPERVISOR_PREFIX, PREPARER_PREFIX = "supervisor: ", "preparer: "
+SUPERVISOR_PREFIX, PREPARER_PREFIX, MIRROR_PREFIX = "supervisor: ", "preparer: ", "mirror: "
+
+OTHERS_PREFIXES = (SUPERVISOR_PREFIX, PREPARER_PREFIX, MIRROR_PREFIX)
 """What the lines of run.log begin with that are not the trainer's."""
 
 

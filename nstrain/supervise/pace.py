@@ -25,6 +25,18 @@ class Pace:
     """Before the start after the first, second, ... failure of the preparer in a row; the last one holds on."""
     preparer_grace_s: float = 10.0
     """A preparer may take so long to end before it is killed."""
+    mirror_look_s: float = 5.0
+    """Between two looks at how the mirror gets on, and at another process's mirror lock."""
+    mirror_backoff_s: tuple[float, ...] = (2.0, 10.0, 60.0, 300.0, 600.0)
+    """Before the start after the first, second, ... failure of the mirror in a row; the last one holds on. One that
+    still gives a sign of life longer after its start than that ends the row."""
+    mirror_silence_s: float = 900.0
+    """A mirror may be silent for so long, however short guards.watchdog_s is: the limits of a network's steps are not
+    those of an update."""
+    mirror_notice_s: float = 7200.0
+    """So long the journal's copy may fail before it is notified."""
+    mirror_grace_s: float = 60.0
+    """A mirror may take so long at the line's end to send what is there before it is killed."""
     dump_s: float = 2.0
     """A trainer that hangs has so long to print its stacks before SIGTERM."""
     term_grace_s: float = 60.0

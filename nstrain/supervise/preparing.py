@@ -20,7 +20,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from nstrain.base.disk import read_json
 from nstrain.base.errors import ExitCode, NstrainError
@@ -29,28 +28,15 @@ from nstrain.data.consumers import consumer_path
 from nstrain.data.cycles import delete_consumed
 from nstrain.data.line import DataLine
 from nstrain.data.preparer import PreparerStatus, preparer_lock, read_status
-from nstrain.line.notices import Event
 from nstrain.line.paths import LinePaths
 from nstrain.settings.run import RunSettings
 from nstrain.supervise.children import PREPARER_PREFIX, Child, DeathPipe, describe_exit
 from nstrain.supervise.failures import Ending
 from nstrain.supervise.pace import Pace, step_of
+from nstrain.supervise.report import Report
 
 NOTICE_AFTER = 3
 """Failures in a row after which it is notified that the preparer keeps failing."""
-
-
-class Report(Protocol):
-    """Where the keeper's news goes."""
-
-    def tell(self, text: str) -> None:
-        """Write a line of what happened."""
-
-    def update(self, **fields: object) -> None:
-        """Change supervisor.json."""
-
-    def notify(self, event: Event, text: str) -> None:
-        """Give a notice."""
 
 
 class PreparerKeeper:

@@ -6,17 +6,18 @@
     -> launch: wait out a back-off and for a free GPU, start the trainer, watch it to its end
     -> what its end means (failures.py): launch again, or the outcome
 
-It never touches the line's numbers: what is trained, recorded and saved is the trainer's, and both children may lose
+It never touches the line's numbers: what is trained, recorded and saved is the trainer's, and all children may lose
 their supervisor at any instant (children.py). Each idea has a file: what a trainer's end means (failures.py), when one
-hangs and how it is ended (watchdog.py), the preparer (preparing.py), long waits and the GPU (waits.py), notices
-(nstrain/line/notices.py), logins that end with a session (login.py), the start in the background (__main__.py and
-nstrain/base/detach.py).
+hangs and how it is ended (watchdog.py), the preparer (preparing.py), the mirror (mirroring.py), long waits and the GPU
+(waits.py), requests to stop (stopping.py), notices (nstrain/line/notices.py), logins that end with a session
+(login.py), the start in the background (__main__.py and nstrain/base/detach.py).
 
 Stopping. SIGINT, SIGTERM, SIGHUP or a STOP file end the line after a checkpoint, and any wait at once. Signals are
 passed to the trainer as one SIGTERM, the STOP file it sees itself. Further signals change nothing, and are answered:
-impatience cannot lose an update, short of `kill -9`. The watchdog bounds how long the last save may take.
+impatience cannot lose an update, short of `kill -9`. The watchdog bounds how long the last save may take. Only the wait
+for the mirror at the very end is cut short by a further one: what it has not sent is in the journal.
 
-Every wait of the line is seen here in the same place (`_look_after`): signals, preparer, notices and the log are looked
+Every wait of the line is seen here in the same place (`_look_after`): signals, children, notices and the log are looked
 at between any two steps, whether a trainer runs or not. Only while an earlier supervisor's trainer still holds the line
 nothing is looked at but requests to stop: nothing has been started yet.
 """
@@ -25,10 +26,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -40,13 +40,12 @@ from nstrain.base.logs import rotate
 from nstrain.base.process import this_process
 from nstrain.base.units import human_seconds
 from nstrain.gpu.readings import GpuSource, gpu_of
-from nstrain.line.checkpoint import newest_state, read_latest
+from nstrain.line.checkpoint import read_latest
 from nstrain.line.notices import Event, Notifier, notice
 from nstrain.line.paths import LinePaths, checkpoint_name
 from nstrain.line.run_json import load_settings, refuse_no_line
 from nstrain.line.state_files import (
     Heartbeat,
-    StopRequest,
     SupervisorState,
     clear_stop,
     read_heartbeat,
@@ -57,25 +56,19 @@ from nstrain.ops.check import check_line, refuse_failed
 from nstrain.ops.consumer import enter_consumer
 from nstrain.settings.host import load_host
 from nstrain.settings.run import RunSettings
-from nstrain.supervise.children import (
-    PREPARER_PREFIX,
-    SUPERVISOR_PREFIX,
-    Child,
-    DeathPipe,
-    describe_exit,
-    write_log_line,
-)
+from nstrain.supervise.children import OTHERS_PREFIXES, Child, DeathPipe, describe_exit, write_log_line
 from nstrain.supervise.display import Display
 from nstrain.supervise.failures import Counts, Ended, Ending, Relaunch, judge
+from nstrain.supervise.mirroring import MirrorKeeper
 from nstrain.supervise.pace import Pace
 from nstrain.supervise.preparing import PreparerKeeper
+from nstrain.supervise.stopping import StopRequests
 from nstrain.supervise.waits import GpuGate, Stalls, others_now
 from nstrain.supervise.watchdog import PutDown, Watchdog
 
 TRAINER_COMMAND = (sys.executable, "-m", "nstrain.train")
 PREPARER_COMMAND = (sys.executable, "-m", "nstrain.data.preparer")
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MIRROR_COMMAND = (sys.executable, "-m", "nstrain.mirror")
 
 
 def run_foreground(run: Path, console: Console | None = None) -> ExitCode:
@@ -99,6 +92,7 @@ class Supervisor:
         pace: Pace | None = None,
         gpu: Callable[[RunSettings], GpuSource | None] = gpu_of,
         on_ready: Callable[[], None] = lambda: None,
+        mirror_command: Sequence[str] = MIRROR_COMMAND,
     ) -> None:
         """`on_event` gets what happens, a line each; the commands are those of the children up to their arguments.
 
@@ -107,15 +101,16 @@ class Supervisor:
         self.paths = LinePaths(run.resolve())
         self._on_event, self._on_ready = on_event, on_ready
         self._trainer_command, self._preparer_command = trainer_command, preparer_command
+        self._mirror_command = mirror_command
         self._pace, self._gpu = pace or Pace(), gpu
-        self._signals: list[int] = []
-        self._signals_answered = 0
+        self._stops = StopRequests(self.paths, self.tell)
         self._trainer: Child | None = None
         self._hungry_since: float | None = None
         self._starved = False
         """Whether the trainer was stopped because no more data will come."""
         self._next_log_look = 0.0
         self._keeper: PreparerKeeper
+        self._mirror: MirrorKeeper
         self._stalls: Stalls
         self._notifier: Notifier
         self._pipe: DeathPipe
@@ -138,7 +133,7 @@ class Supervisor:
                 f"`{typed('nstrain', 'status', self.paths.root)}` shows it, "
                 f"`{typed('nstrain', 'stop', self.paths.root)}` ends it"
             )
-        with lock, self._signals_taken():
+        with lock, self._stops.taken():
             refuse_failed(check_line(self.paths.root, quick=True))
             self.settings = load_settings(self.paths)
             self._notifier = Notifier(load_host().notify, self.tell, self._pace.notice_limit_s)
@@ -151,6 +146,7 @@ class Supervisor:
             self._keeper = PreparerKeeper(
                 self.paths, self.settings, self._preparer_command, self._pipe, self._pace, self
             )
+            self._mirror = MirrorKeeper(self.paths, self.settings, self._mirror_command, self._pipe, self._pace, self)
             self._stalls = Stalls(self.settings.guards.watchdog_s, self.notify)
             self._on_ready()
             try:
@@ -186,7 +182,7 @@ class Supervisor:
             if isinstance(ended, Ending):
                 ending = ended
                 break
-            verdict, counts = judge(ended, counts, self._pace, self._who_stopped())
+            verdict, counts = judge(ended, counts, self._pace, self._stops.by_whom())
             self._count(counts, verdict)
             if isinstance(verdict, Ending):
                 ending = verdict
@@ -196,6 +192,7 @@ class Supervisor:
             ending = self._keeper.failure
         self._keeper.end()
         self._keeper.delete_consumed(at_end=True)
+        self._end_mirror()
         return ending
 
     def _count(self, counts: Counts, verdict: Ending | Relaunch) -> None:
@@ -217,8 +214,9 @@ class Supervisor:
 
     def _look_after(self, hungry: bool = False) -> None:
         """What is due between any two steps, whatever the line does: preparer, consumed cycles, notices, the log."""
-        self._keeper.watch(hungry, wanted=not self._signals)
+        self._keeper.watch(hungry, wanted=not self._stops.signals)
         self._keeper.delete_consumed()
+        self._mirror.watch()
         preparer = self._keeper.status()
         if preparer is None or preparer.disk_full_since is None:
             self._stalls.see("disk_full", None)
@@ -243,8 +241,8 @@ class Supervisor:
                 who = f"trainer {lock.holder()}, left behind by an earlier supervisor, to save and end"
                 self._wait_for(who)
                 self.tell(f"waiting for {who}")
-            if self._stop_asked():
-                return Ending("stopped", ExitCode.STOPPED, f"{self._who_stopped()}, waiting for an earlier trainer")
+            if self._stops.asked():
+                return Ending("stopped", ExitCode.STOPPED, f"{self._stops.by_whom()}, waiting for an earlier trainer")
             if (late := watchdog.look(read_heartbeat(self.paths))) is not None:
                 return Ending(
                     "failed",
@@ -265,8 +263,8 @@ class Supervisor:
         until = time.monotonic() + launch.wait_s
         try:
             while True:
-                if self._stop_asked():
-                    return Ending("stopped", ExitCode.STOPPED, self._who_stopped())
+                if self._stops.asked():
+                    return Ending("stopped", ExitCode.STOPPED, self._stops.by_whom())
                 if time.monotonic() < until:
                     self._wait_for(f"{human_seconds(launch.wait_s)} to pass after a failure")
                 elif gate is None or gate.free():
@@ -302,7 +300,7 @@ class Supervisor:
         put_down: PutDown | None = None
         hung: str | None = None
         while (code := trainer.poll()) is None:
-            self._answer_signals(trainer)
+            self._stops.answer(trainer)
             beat = self._beat(trainer)
             late = watchdog.look(beat)
             if late is None and put_down is not None:
@@ -323,12 +321,12 @@ class Supervisor:
         newest = self._latest()
         words = hung or f"the trainer {describe_exit(code)}"
         if hung is None and code > 0:
-            said = trainer.last_words(lambda line: not line.startswith((PREPARER_PREFIX, SUPERVISOR_PREFIX)))
+            said = trainer.last_words(lambda line: not line.startswith(OTHERS_PREFIXES))
             words = said or f"{words} and said nothing"
         return Ended(
             code=code,
             words=words,
-            asked=bool(self._signals) or self._starved or self._asked_by_file(code),
+            asked=bool(self._stops.signals) or self._starved or self._stops.asked_by_file(code),
             hung=hung is not None,
             progressed=newest is not None and newest != newest_before,
             others=self._others(trainer, code),
@@ -367,68 +365,10 @@ class Supervisor:
         except (NstrainError, OSError):
             return None
 
-    # ---- requests to stop ------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _signals_taken(self) -> Iterator[None]:
-        """Take signals as requests to stop; one that was ignored when we were started (nohup) stays ignored."""
-        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        taken = [number for number in STOP_SIGNALS if before[number] is not signal.SIG_IGN]
-        for number in taken:
-            signal.signal(number, lambda found, _: self._signals.append(found))
-        try:
-            yield
-        finally:
-            for number in taken:
-                signal.signal(number, before[number])
-
-    def _answer_signals(self, trainer: Child) -> None:
-        """Pass the first signal on to the trainer; say of the others that it is on its way."""
-        while self._signals_answered < len(self._signals):
-            name = signal.Signals(self._signals[self._signals_answered]).name
-            self._signals_answered += 1
-            if self._signals_answered == 1:
-                self.tell(f"{name}: stopping with a checkpoint at the next update boundary")
-                trainer.ask_to_stop()
-            else:
-                self.tell(
-                    f"{name}: still waiting for the trainer to save and end (`kill -9 {trainer.pid}` would lose the "
-                    "updates since its newest checkpoint)"
-                )
-
-    def _stop_asked(self) -> bool:
-        """Whether the line is to stop now, while no trainer of it runs."""
-        return bool(self._signals) or self._asked_by_file(None)
-
-    def _asked_by_file(self, code: int | None) -> bool:
-        """Whether the STOP file asks the line to end, of whose trainer this is the exit code (None: none runs)."""
-        request = read_stop(self.paths)
-        if request is None or request.at_cycle_end is None:
-            return request is not None
-        return code == ExitCode.STOPPED and not self._cycle_end_to_come()
-
-    def _cycle_end_to_come(self) -> bool:
-        """Whether the line is asked to stop at the end of a cycle that is to come, by the checkpoint to go on from."""
-        request = read_stop(self.paths)
-        if request is None or request.at_cycle_end is None:
-            return False
-        newest = newest_state(self.paths, warn=lambda message: None)
-        return newest is None or int(newest[1]["position"]["cycle"]) <= request.at_cycle_end
-
-    def _who_stopped(self) -> str:
-        if self._signals:
-            return f"stopped by {signal.Signals(self._signals[0]).name}"
-        request: StopRequest | None = read_stop(self.paths)
-        if request is None:
-            return "stopped by a signal to the trainer that did not come from its supervisor"
-        if request.at_cycle_end is not None:
-            return f"stopped at the end of cycle {request.at_cycle_end}, as asked"
-        return "stopped by the file STOP" if request.by_pid is None else f"stopped by process {request.by_pid}"
-
     # ---- the end, and being seen -----------------------------------------------------------------------------------
 
     def _end_children(self) -> None:
-        """End what still runs: the preparer soon, the trainer after its checkpoint."""
+        """End what still runs: the trainer after its checkpoint, the preparer soon, the mirror when it has sent all."""
         if self._trainer is not None:
             self._trainer.ask_to_stop()
             guards = self.settings.guards
@@ -436,6 +376,12 @@ class Supervisor:
                 self._trainer.kill()
             self._trainer = None
         self._keeper.end()
+        self._end_mirror()
+
+    def _end_mirror(self) -> None:
+        """Have it send what is there; whoever sends another signal does not want to wait for that."""
+        before = self._stops.signals
+        self._mirror.end(hurried=lambda: self._stops.signals > before)
 
     def _record(self, ending: Ending) -> None:
         """Write the outcome, then take the request to stop away: who asked for it waits for the outcome.
@@ -447,11 +393,12 @@ class Supervisor:
             reason=ending.reason,
             trainer_pid=None,
             preparer_pid=None,
+            mirror_pid=None,
             waiting_for=None,
             waiting_since=None,
         )
         with contextlib.suppress(NstrainError, OSError):
-            if ending.outcome == "done" or not self._cycle_end_to_come():
+            if ending.outcome == "done" or not self._stops.cycle_end_to_come():
                 clear_stop(self.paths)
         if ending.event is not None:
             self.notify(ending.event, ending.reason or "the line has reached the end of its schedule")

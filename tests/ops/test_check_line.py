@@ -302,6 +302,23 @@ def test_a_program_for_notices_that_cannot_be_run(
         assert failures(paths, quick=True) == {}
 
 
+def test_a_tracker_that_cannot_be_used(paths: LinePaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found before the start, and not weeks later in a project that is empty. Nobody is asked, nothing is started."""
+    for name in ("HOME", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    assert found(paths, "tracker", quick=True).message == "none: the journal stays on this machine"
+    tracker = {"service": "wandb", "project": "spikes", "base_url": "http://127.0.0.1:9"}
+    edit(paths.run_json, lambda run: run.update(tracker=tracker))
+    for quick in (True, False):
+        assert set(failures(paths, quick=quick)) == {"tracker"}
+        assert "no API key for http://127.0.0.1:9" in failures(paths, quick=quick)["tracker"]
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    assert failures(paths, quick=True) == {}
+    assert found(paths, "tracker", quick=True).message.startswith("project spikes: wandb ")
+
+
 def test_disk_estimate(paths: LinePaths, monkeypatch: pytest.MonkeyPatch) -> None:
     message = next(found.message for found in check_line(paths.root) if found.name == "disk")
     # One at the start, two rolling ones, the next cycle's end: of 1.9M parameters, 12 bytes each. Later two more ends.

@@ -98,6 +98,7 @@ def test_every_option_arrives(tmp_path: Path, data: DataLine) -> None:
         threads=1,
         ahead_cycles=2,
         print_every=1,
+        tracker={"service": "wandb", "project": "spikes"},
     )
     value = dump(settings)
     assert value["tokens_per_update"] == ramp
@@ -112,6 +113,7 @@ def test_every_option_arrives(tmp_path: Path, data: DataLine) -> None:
     assert (settings.optimizer.beta1, settings.optimizer.weight_decay_batch) == (0.8, 256)
     assert (settings.validation.every_updates, settings.validation.rows_per_source) == (3, 5)
     assert (settings.checkpoints.every_updates, settings.checkpoints.keep_last) == (7, 4)
+    assert value["tracker"] == {"service": "wandb", "project": "spikes", "entity": None, "base_url": None}
     assert (settings.seed, settings.threads, settings.data.ahead_cycles, settings.print_every) == (9, 1, 2, 1)
 
 
@@ -169,7 +171,7 @@ def test_refused_before_anything_is_written(
     assert tree(data.work) == before
 
 
-def test_a_zero_that_is_typed_is_no_default(tmp_path: Path, data: DataLine) -> None:
+def test_what_is_typed_arrives_or_is_refused(tmp_path: Path, data: DataLine) -> None:
     """`--warmup-tokens 0` is none; where nothing can be 0 it is refused, as any other number that cannot be."""
 
     def typed(name: str, *options: str) -> tuple[int, str]:
@@ -190,6 +192,14 @@ def test_a_zero_that_is_typed_is_no_default(tmp_path: Path, data: DataLine) -> N
         assert code != 0
         assert f"{option}: expected a positive whole number of tokens, found '0'" in said
     assert not (tmp_path / "refused").exists()
+    assert load_run(tmp_path / "none" / "run.json").tracker is None
+    code, said = typed("refused", "--wandb-entity", "lab")
+    assert code != 0
+    assert "--wandb-entity lab: goes with --wandb-project" in said
+    assert typed("shown", "--wandb-project", "spikes", "--wandb-entity", "lab")[0] == 0
+    tracker = load_run(tmp_path / "shown" / "run.json").tracker
+    assert tracker is not None
+    assert (tracker.service, tracker.project, tracker.entity) == ("wandb", "spikes", "lab")
 
 
 def test_rows_longer_than_the_model_reads(tmp_path: Path, data: DataLine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,11 +37,11 @@ def paths(tmp_path: Path) -> LinePaths:
 
 @pytest.fixture
 def start(paths: LinePaths) -> Iterator[Callable[..., SupervisorProcess]]:
-    """start(trainer mode, preparer mode) -> SupervisorProcess; whatever is left at the test's end is killed."""
+    """start(trainer mode, preparer mode, mirror mode) -> SupervisorProcess; what is left at the end is killed."""
     started: list[SupervisorProcess] = []
 
-    def begin(trainer: str = "works", preparer: str = "idle") -> SupervisorProcess:
-        started.append(SupervisorProcess(paths, trainer, preparer))
+    def begin(trainer: str = "works", preparer: str = "idle", mirror: str = "works") -> SupervisorProcess:
+        started.append(SupervisorProcess(paths, trainer, preparer, mirror))
         return started[-1]
 
     yield begin
@@ -52,7 +52,7 @@ def start(paths: LinePaths) -> Iterator[Callable[..., SupervisorProcess]]:
         if supervisor.process.stdout is not None:
             supervisor.process.stdout.close()
     state = read_supervisor(paths)
-    for pid in (state.trainer_pid, state.preparer_pid) if state is not None else ():
+    for pid in (state.trainer_pid, state.preparer_pid, state.mirror_pid) if state is not None else ():
         if pid is not None and pid != os.getpid():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

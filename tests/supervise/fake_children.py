@@ -1,16 +1,18 @@
-"""Stand-ins for the two children, with every behaviour that the supervisor must cope with.
+"""Stand-ins for the three children, with every behaviour that the supervisor must cope with.
 
     python fake_children.py trainer MODE RUN --parent-fd N
     python fake_children.py preparer MODE WORK --ahead A --parent-fd N
+    python fake_children.py mirror MODE RUN --parent-fd N
 
-They keep the real ones' manners: a lock, a heartbeat or preparer.json, an end on SIGTERM, STOP or the parent's death. A
-mode may be a row of modes, `hangs,works`: each launch takes the next one, the last one holds on. `checkpoints/latest`
-stands for the line's checkpoints: what a mode commits is a new name in it.
+They keep the real ones' manners: a lock, a heartbeat, preparer.json or wandb_run.json, an end on SIGTERM, STOP or the
+parent's death. A mode may be a row of modes, `hangs,works`: each launch takes the next one, the last one holds on.
+`checkpoints/latest` stands for the line's checkpoints: what a mode commits is a new name in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import faulthandler
 import json
 import os
@@ -22,7 +24,8 @@ from pathlib import Path
 
 from nstrain.base.disk import FileLock, atomic_write, atomic_write_json
 from nstrain.line.paths import LinePaths, checkpoint_name
-from nstrain.line.state_files import Heartbeat, Stage, stop_requested, write_heartbeat
+from nstrain.line.state_files import Heartbeat, Stage, read_supervisor, stop_requested, write_heartbeat
+from nstrain.mirror.state import MirrorState, write_state
 
 told: list[int] = []
 
@@ -141,6 +144,39 @@ def preparer(modes: str, work: Path, parent_fd: int) -> int:
     return {"refuses": 2, "exhausted": 4, "done": 0}.get(mode, 3)
 
 
+def mirror(modes: str, paths: LinePaths, parent_fd: int) -> int:
+    """works | crashes | dies | refuses | quiet (says nothing more) | stubborn | slow (takes half a second to end) |
+    away (has been failing for a day)"""
+    row = modes.split(",")
+    mode = row[min(launch_of(paths.root, "mirror"), len(row)) - 1]
+    lock = FileLock(paths.mirror_lock).acquire("the fake mirror's lock", 5.0)
+    if mode == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode in ("crashes", "refuses"):
+        print(f"mirror: sent 3 updates\nmirror: project spikes: is {mode}", flush=True)
+        return 2 if mode == "refuses" else 1
+    say(paths, mode)
+    while mode == "quiet":
+        time.sleep(0.02)
+    while mode == "stubborn" or not should_stop(parent_fd):
+        time.sleep(0.02)
+        say(paths, mode)
+    if mode == "slow":
+        time.sleep(0.5)
+        state = read_supervisor(paths)
+        (paths.root / "mirrored").write_text(str(state and state.waiting_for))
+    lock.release()
+    return 0
+
+
+def say(paths: LinePaths, mode: str) -> None:
+    """wandb_run.json of now."""
+    since, error = (time.time() - 86_400, "the service is away") if mode == "away" else (None, None)
+    now = time.time()
+    state = MirrorState("wandb", None, None, "spikes", "r1", 1, updated_at=now, pid=os.getpid())
+    write_state(paths, dataclasses.replace(state, failing_since=since, error=error))
+
+
 def main() -> int:
     """Behave as asked."""
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -155,6 +191,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.role == "trainer":
         return trainer(arguments.mode, LinePaths(arguments.place), arguments.parent_fd)
+    if arguments.role == "mirror":
+        return mirror(arguments.mode, LinePaths(arguments.place), arguments.parent_fd)
     return preparer(arguments.mode, arguments.place, arguments.parent_fd)
 
 

@@ -1,4 +1,4 @@
-"""A supervisor as a process of its own: `python foreground.py RUN TRAINER-MODE PREPARER-MODE [RELAUNCH-S]`.
+"""A supervisor as a process of its own: `python foreground.py RUN TRAINER PREPARER [RELAUNCH-S [MIRROR]]`.
 
 The modes are those of fake_children.py, "real" for the real child, or "faulty" for the real trainer with the faults
 that are planned for it. It keeps QUICK's pace, but for the seconds before a trainer that failed is launched again.
@@ -13,7 +13,7 @@ from pathlib import Path
 from nstrain.base.errors import NstrainError
 from nstrain.gpu.readings import gpu_of
 from nstrain.supervise.pace import Pace
-from nstrain.supervise.supervisor import PREPARER_COMMAND, TRAINER_COMMAND, Supervisor
+from nstrain.supervise.supervisor import MIRROR_COMMAND, PREPARER_COMMAND, TRAINER_COMMAND, Supervisor
 
 FAKE = str(Path(__file__).with_name("fake_children.py"))
 
@@ -25,6 +25,9 @@ QUICK = Pace(
     preparer_retry_s=0.3,
     preparer_backoff_s=(0.05,),
     preparer_grace_s=2.0,
+    mirror_look_s=0.1,
+    mirror_backoff_s=(0.05, 0.3),
+    mirror_grace_s=20.0,
     dump_s=0.3,
     term_grace_s=1.0,
     kill_wait_s=1.0,
@@ -49,11 +52,17 @@ def preparer_command(mode: str) -> tuple[str, ...]:
     return PREPARER_COMMAND if mode == "real" else (sys.executable, FAKE, "preparer", mode)
 
 
+def mirror_command(mode: str) -> tuple[str, ...]:
+    """What starts a mirror of that mode."""
+    return MIRROR_COMMAND if mode == "real" else (sys.executable, FAKE, "mirror", mode)
+
+
 def main() -> int:
     """Supervise, print what happens, exit as `nstrain run` would."""
-    run, trainer, preparer, *relaunch_s = sys.argv[1:]
+    run, trainer, preparer, *more = sys.argv[1:]
+    relaunch_s, mirror = (*more, *("", "works")[len(more) :])
     gpu = gpu_of
-    pace = dataclasses.replace(QUICK, relaunch_s=tuple(map(float, relaunch_s)) or QUICK.relaunch_s)
+    pace = dataclasses.replace(QUICK, relaunch_s=(float(relaunch_s),)) if relaunch_s else QUICK
     if trainer == "faulty":
         from faulty_trainer import card_of
 
@@ -63,7 +72,8 @@ def main() -> int:
         print(text, flush=True)
 
     try:
-        supervisor = Supervisor(Path(run), tell, trainer_command(trainer), preparer_command(preparer), pace, gpu)
+        commands = trainer_command(trainer), preparer_command(preparer)
+        supervisor = Supervisor(Path(run), tell, *commands, pace, gpu, mirror_command=mirror_command(mirror))
         return int(supervisor.run().exit_code)
     except NstrainError as error:
         print(error, file=sys.stderr, flush=True)

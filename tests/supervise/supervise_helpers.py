@@ -12,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from foreground import QUICK, preparer_command, trainer_command
+from foreground import QUICK, mirror_command, preparer_command, trainer_command
 
 from nstrain.base.process import ProcessId, alive
+from nstrain.line.notices import Event
 from nstrain.line.paths import LinePaths
 from nstrain.line.state_files import SupervisorState, read_heartbeat, read_supervisor
 from nstrain.settings.run import load_run, save_run
@@ -24,12 +25,33 @@ from nstrain.supervise.supervisor import Supervisor
 PATIENCE_S = 120.0
 
 
-def supervise(paths: LinePaths, trainer: str, preparer: str = "idle", **pace: Any) -> tuple[Ending, list[str]]:
+def supervise(
+    paths: LinePaths, trainer: str, preparer: str = "idle", mirror: str = "works", **pace: Any
+) -> tuple[Ending, list[str]]:
     """Run a line in this process at QUICK's pace, but for what is given; how it ended and what was told."""
     events: list[str] = []
     commands = trainer_command(trainer), preparer_command(preparer)
-    supervisor = Supervisor(paths.root, events.append, *commands, dataclasses.replace(QUICK, **pace))
+    pace_of_test = dataclasses.replace(QUICK, **pace)
+    supervisor = Supervisor(paths.root, events.append, *commands, pace_of_test, mirror_command=mirror_command(mirror))
     return supervisor.run(), events
+
+
+class Heard:
+    """Keeps what a keeper of a child says."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.events: list[str] = []
+        self.fields: dict[str, object] = {}
+
+    def tell(self, text: str) -> None:
+        self.told.append(text)
+
+    def update(self, **fields: object) -> None:
+        self.fields |= fields
+
+    def notify(self, event: Event, text: str) -> None:
+        self.events.append(event)
 
 
 def work_of(paths: LinePaths) -> Path:
@@ -60,11 +82,11 @@ def wait_until(what: Callable[[], object], patience_s: float = PATIENCE_S) -> No
 class SupervisorProcess:
     """`foreground.py` as a process."""
 
-    def __init__(self, paths: LinePaths, trainer: str, preparer: str) -> None:
+    def __init__(self, paths: LinePaths, trainer: str, preparer: str, mirror: str) -> None:
         self.paths = paths
         script = Path(__file__).with_name("foreground.py")
         self.process = subprocess.Popen(
-            [sys.executable, str(script), str(paths.root), trainer, preparer],
+            [sys.executable, str(script), str(paths.root), trainer, preparer, "", mirror],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

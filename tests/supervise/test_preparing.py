@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from foreground import QUICK, preparer_command, trainer_command
 from notice_sink import notices, set_notify
-from supervise_helpers import SupervisorProcess, set_guards, starts, supervise, wait_until, work_of
+from supervise_helpers import Heard, SupervisorProcess, set_guards, starts, supervise, wait_until, work_of
 
 from nstrain.base.disk import FileLock, atomic_write
 from nstrain.base.errors import ExitCode
@@ -20,7 +20,6 @@ from nstrain.data.consumers import consumer_path
 from nstrain.data.cycles import cycles_on_disk
 from nstrain.data.line import DataLine
 from nstrain.data.preparer import PreparerStatus, read_status, run_preparer
-from nstrain.line.notices import Event
 from nstrain.line.paths import LinePaths
 from nstrain.line.state_files import request_stop
 from nstrain.ops.status import status
@@ -67,24 +66,6 @@ def test_repeated_failures_are_notified_once_and_training_goes_on(
     assert [notice["event"] for notice in told] == ["preparer_failing"]
     assert "(3 in a row): it was killed by SIGKILL" in told[0]["text"]
     assert "about to crash" in told[0]["text"]
-
-
-class Heard:
-    """Keeps what a keeper of the preparer says."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-        self.events: list[str] = []
-        self.fields: dict[str, object] = {}
-
-    def tell(self, text: str) -> None:
-        self.told.append(text)
-
-    def update(self, **fields: object) -> None:
-        self.fields |= fields
-
-    def notify(self, event: Event, text: str) -> None:
-        self.events.append(event)
 
 
 def test_only_a_prepared_cycle_ends_a_row_of_failures(paths: LinePaths) -> None:

@@ -182,6 +182,7 @@ def test_it_keeps_what_the_trunk_was_trained_with_at_the_fork(trunk: LinePaths, 
         validation={"every_updates": 3, "rows_per_source": 2},
         checkpoints={"every_updates": 7, "every_minutes": None},
         lengths={"16": {"micro_rows": 1}, "32": {"micro_rows": 1}},
+        tracker={"service": "wandb", "project": "spikes"},
     )
     made = branch(later, tmp_path / "b", options={"tokens_per_update": 192})
     settings = load_run(tmp_path / "b" / "run" / "run.json")
@@ -191,6 +192,8 @@ def test_it_keeps_what_the_trunk_was_trained_with_at_the_fork(trunk: LinePaths, 
     assert [settings.batch_tokens_at(p) for p in (0, 1500, FORK_TOKENS)] == [128, 192, 192]
     assert (settings.validation.rows_per_source, settings.validation.every_updates) == (3, 3)
     assert (settings.checkpoints.every_updates, settings.lengths["16"].micro_rows) == (7, 1)
+    assert settings.tracker is not None
+    assert settings.tracker.project == "spikes", "it is shown where its trunk is now"
     assert settings.allow_changes == ()
     told = {difference.split(".")[0].split()[0] for difference in made.changed_since}
     assert told == {"learning_rate", "optimizer", "tokens_per_update", "ema", "validation"}
