@@ -32,11 +32,11 @@ NEVER_USEC = 2**64 - 1
 
 KEPT_VARIABLES = re.compile(
     r"PATH|HOME|LANG|VIRTUAL_ENV|LD_LIBRARY_PATH|LD_PRELOAD|PYTHON.*|NSTRAIN_HOST|HF_.*|.*_PROXY|.*_proxy"
-    r"|SSL_CERT_FILE|REQUESTS_CA_BUNDLE|NOTIFY_.*|NEURONSPARK_.*|CUDA_.*|NVIDIA_.*|CUBLAS_.*|TRITON_.*|TORCH.*|PYTORCH_.*"
+    r"|SSL_CERT_FILE|REQUESTS_CA_BUNDLE|NOTIFY_.*|WANDB_.*|NEURONSPARK_.*|CUDA_.*|NVIDIA_.*|CUBLAS_.*|TRITON_.*|TORCH.*|PYTORCH_.*"
     r"|ATEN_.*|OMP_.*|MKL_.*"
 )
 """Variables of the environment that a service needs to do what the command would have done here: what it finds, whom it
-tells (examples/notify), and which numbers come out."""
+tells (examples/notify, a tracker), and which numbers come out."""
 
 BusReader = Callable[[str], "str | None"]
 """A property of logind's manager as busctl prints it, `b false` or `as 1 "root"`; None if it cannot be had."""

@@ -151,6 +151,7 @@ def test_the_command_carries_the_environment_without_showing_it() -> None:
         "LS_COLORS": "x",
         "HOME": "/",
         "NOTIFY_WEBHOOK": "w",
+        "WANDB_API_KEY": "also secret",
         # What decides which numbers come out.
         "NEURONSPARK_KERNELS": "reference",
         "PYTORCH_ALLOC_CONF": "a:1",
