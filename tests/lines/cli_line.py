@@ -92,8 +92,10 @@ def nstrain(*arguments: object, code: int = 0, **extra: str) -> str:
     return ran.stdout if code == 0 else ran.stdout + ran.stderr
 
 
-def make_line(root: Path) -> Path:
-    """Sources, tokenizer, data line, held-out rows and a new training line under `root`; returns the training line."""
+def make_line(root: Path, *more: object) -> Path:
+    """Sources, tokenizer, data line, held-out rows and a new training line under `root`, with `more` options; returns
+    the training line.
+    """
     recipe, tokenizer = write_sources(root), write_tokenizer(root)
     data, run = root / "data", root / "run"
     nstrain(
@@ -106,6 +108,7 @@ def make_line(root: Path) -> Path:
         *("--device", "cpu"),
         *("--row-tokens", ROW_TOKENS, "--tokens-per-update", UPDATE_TOKENS, "--micro-rows", 4),
         *("--validate-every", 6, "--validation-rows", 2, "--checkpoint-every", 4, "--print-every", 3),
+        *more,
     )
     return run
 
@@ -125,7 +128,9 @@ class Running:
         return dict(json.loads(nstrain("status", self.run, "--json")))
 
     def kill(self, name: str) -> None:
-        """SIGKILL one of the line's processes: pid (the supervisor), trainer_pid or preparer_pid of supervisor.json."""
+        """SIGKILL one of the line's processes: pid (the supervisor), or trainer_pid, preparer_pid or mirror_pid of
+        supervisor.json.
+        """
         number = json.loads((self.run / "supervisor.json").read_text())[name]
         assert isinstance(number, int), f"{name} is {number}"
         os.kill(number, signal.SIGKILL)

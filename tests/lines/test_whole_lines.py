@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,39 @@ from cli_line import (
     updates_recorded,
     wait_until,
 )
+from wandb_stub import WandbStub
 
 from nstrain.data.rows import row_order
 
 
 @pytest.fixture(scope="module")
-def through(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A line that nobody disturbed."""
-    run = make_line(tmp_path_factory.mktemp("through"))
-    assert Running(run).end() == 0
+def service() -> Iterator[WandbStub]:
+    """A tracking service."""
+    with WandbStub() as stub:
+        yield stub
+
+
+@pytest.fixture(scope="module")
+def through(tmp_path_factory: pytest.TempPathFactory, service: WandbStub) -> Path:
+    """A line that nobody disturbed, with a copy on a tracker."""
+    run = make_line(tmp_path_factory.mktemp("through"), "--wandb-project", "lines")
+    assert Running(run, **service.environment(run.parent)).end() == 0
     return run
 
 
-def test_a_line_does_what_was_asked(through: Path) -> None:
+def test_its_copy_on_a_tracker_is_whole(through: Path, service: WandbStub) -> None:
+    (copy,) = service.runs.values()
+    names = ("update", "generation", "tokens", "cycle")
+    theirs = [{"update": row["_step"], **row} for row in copy.rows()]
+    assert [[row[n] for n in names] for row in theirs] == [[row[n] for n in names] for row in journal_rows(through)]
+    found = json.loads(nstrain("mirror", through, "--json", **service.environment(through.parent)))
+    assert (found["same"], found["updates"], found["sent"]) == (True, UPDATES + 1, 0), "every reading was compared"
+    tracker = json.loads(nstrain("status", through, "--json"))["tracker"]
+    assert (tracker["behind_updates"], tracker["differences"], tracker["error"], tracker["pid"]) == (0, 0, None, None)
+    assert len(list((through / "wandb" / "wandb").glob("run-*"))) == 1, "that of the run's session went with this one"
+
+
+def test_a_line_does_what_was_asked(through: Path, service: WandbStub) -> None:
     rows = journal_rows(through)
     assert [row["update"] for row in rows] == list(range(UPDATES + 1))
     assert rows[-1]["tokens"] == CYCLES * CYCLE_TOKENS
@@ -50,7 +71,8 @@ def test_a_line_does_what_was_asked(through: Path) -> None:
     data = through.parent / "data"
     assert list((data / "cycles").iterdir()) == [], "consumed cycles are deleted"
     assert len(list((data / "manifests").iterdir())) == CYCLES, "manifests stay"
-    assert nstrain("run", through, "--foreground") is not None, "a finished line is done again at once"
+    there = service.environment(through.parent)
+    assert nstrain("run", through, "--foreground", **there) is not None, "a finished line is done again at once"
     assert len(journal_rows(through)) == UPDATES + 1
 
 
