@@ -24,6 +24,7 @@ from nstrain.line.checkpoint import Checkpoint, newest_good, write_checkpoint
 from nstrain.line.paths import LinePaths
 from nstrain.line.retention import set_aside_later
 from nstrain.line.state_files import Heartbeat, SupervisorState, write_heartbeat, write_supervisor
+from nstrain.ops.branch import _state_at_cycle_end
 from nstrain.ops.checkpoints import checkpoints_of, forecast, remove, remove_aside, thin
 from nstrain.ops.rollback import _refuse_missing
 from nstrain.ops.status import status
@@ -94,6 +95,8 @@ def test_what_the_line_goes_on_from_stays_also_where_latest_is_lost(line: LinePa
         if goes_on < 50:
             with pytest.raises(Refusal, match="u00000050 is beyond the line's newest checkpoint, u00000049"):
                 _refuse_missing(line, 50)
+            with pytest.raises(Refusal, match="end of data cycle 5; it has those of cycles 1, 2, 3, 4$"):
+                _state_at_cycle_end(line, 5)
     thin(line.root, 100)
     assert newest_good(line, warn=lambda text: None) == line.checkpoint(50)
 

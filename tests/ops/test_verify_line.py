@@ -108,6 +108,9 @@ def test_latest(trained: LinePaths) -> None:
     assert "names no checkpoint" in failures(verify_line(trained.root))["latest"]
     trained.latest.write_text(f"u{newest + 1:08d}\n")
     assert f"u{newest + 1:08d} is not sound" in failures(verify_line(trained.root))["latest"]
+    older = trained.checkpoint(trained.checkpoint_updates()[-2]).name
+    trained.latest.write_text(f"{older}\n")
+    assert verify_line(trained.root).goes_on_from == older
     shutil.rmtree(trained.checkpoints)
     trained.checkpoints.mkdir()
     trained.latest.write_text(f"u{newest:08d}\n")

@@ -34,9 +34,11 @@ from nstrain.data.line import DataLine
 from nstrain.data.val import held_out_digest
 from nstrain.line.branches import read_branches
 from nstrain.line.paths import LinePaths
+from nstrain.ops import branch as branch_module
 from nstrain.ops.branch import Branched, make_branch
 from nstrain.ops.branch_plan import StageOptions, parse_plan
 from nstrain.ops.check import check_line
+from nstrain.record.journal_reader import JournalReader
 from nstrain.settings.model import dump
 from nstrain.settings.run import load_run
 from nstrain.train.schedule import learning_rate
@@ -344,6 +346,27 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(
 ) -> None:
     with pytest.raises(Refusal, match=message):
         branch(trunk, tmp_path, **changes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_the_record_or_the_data_line_does_not_fit_is_no_place_to_fork_from(
+    trunk: LinePaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of before a rollback, put back from a copy; one that was trained on another cycle."""
+    with monkeypatch.context() as patch:
+        patch.setattr(JournalReader, "generation_at", lambda journal, update: 7)
+        with pytest.raises(Refusal, match="is of generation 1, .* in generation 7"):
+            branch(trunk, tmp_path)
+    state_at = branch_module._state_at_cycle_end
+
+    def trained_on_another(paths: LinePaths, cycle: int) -> dict[str, Any]:
+        state = state_at(paths, cycle)
+        previous = {**state["position"]["previous"], "manifest_sha256": "another"}
+        return {**state, "position": {**state["position"], "previous": previous}}
+
+    monkeypatch.setattr(branch_module, "_state_at_cycle_end", trained_on_another)
+    with pytest.raises(Refusal, match="the parent's checkpoint was trained on another;"):
+        branch(trunk, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
