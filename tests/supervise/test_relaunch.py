@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from foreground import QUICK, preparer_command, trainer_command
@@ -17,6 +19,7 @@ from nstrain.base.process import alive, identify
 from nstrain.line.paths import LinePaths
 from nstrain.line.state_files import read_heartbeat, read_supervisor, request_stop, write_heartbeat
 from nstrain.supervise import children
+from nstrain.supervise.children import Child, DeathPipe
 from nstrain.supervise.supervisor import Supervisor
 
 Start = Callable[..., SupervisorProcess]
@@ -97,6 +100,15 @@ def test_stop_during_the_wait_for_a_relaunch(paths: LinePaths) -> None:
     ending = Supervisor(paths.root, ask, trainer_command("crashes"), preparer_command("idle"), pace).run()
     assert (ending.outcome, ending.reason) == ("stopped", f"stopped by process {os.getpid()}")
     assert len(starts(paths.root, "trainer")) == 1
+
+
+def test_the_last_words_of_the_one_before_are_not_its_own(tmp_path: Path) -> None:
+    log, pipe = tmp_path / "run.log", DeathPipe()
+    log.write_text("failed: what the one before died of\n")
+    child = Child("trainer", [sys.executable, "-S", "-c", "raise SystemExit(1)"], pipe, log, tmp_path)
+    assert child.wait(30) == 1
+    assert child.last_words(lambda line: True) == ""
+    pipe.close()
 
 
 def test_what_a_trainer_left_behind_is_killed(paths: LinePaths) -> None:

@@ -22,7 +22,9 @@ from nstrain.line.state_files import read_heartbeat, read_supervisor, request_st
 from nstrain.ops.status import status
 from nstrain.ops.stop import stop_line
 from nstrain.settings.run import load_run, save_run
+from nstrain.supervise import stopping
 from nstrain.supervise.failures import Ending
+from nstrain.supervise.stopping import StopRequests
 from nstrain.supervise.supervisor import Supervisor
 
 Start = Callable[..., SupervisorProcess]
@@ -65,6 +67,21 @@ def test_no_line(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=r"no run\.json"):
         Supervisor(tmp_path / "nothing").run()
     assert not (tmp_path / "nothing").exists()
+
+
+def test_a_stop_at_a_cycles_end_is_to_come_until_the_checkpoint_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = LinePaths(tmp_path)
+    stops = StopRequests(paths, print)
+    assert not stops.cycle_end_to_come()
+    request_stop(paths, at_cycle_end=2)
+    for cycle, to_come in ((1, True), (2, True), (3, False)):
+        state = tmp_path, {"position": {"cycle": cycle}}
+        monkeypatch.setattr(stopping, "newest_state", lambda paths, warn, state=state: state)
+        assert stops.cycle_end_to_come() == to_come
+        asked = [stops.asked_by_file(code) for code in (ExitCode.STOPPED, ExitCode.FAILED, None)]
+        assert asked == [not to_come, False, False], "a trainer that is there says so itself"
 
 
 def test_failed_check_starts_nothing(paths: LinePaths) -> None:
