@@ -166,6 +166,7 @@ def test_a_stopped_process_is_woken_and_saves(paths: LinePaths, start: Start) ->
     code, output = running.wait()
     assert code == ExitCode.DONE
     assert "hangs" in output
+    assert "a signal that its supervisor did not send" not in output
     assert (paths.root / "saved").exists()
 
 
