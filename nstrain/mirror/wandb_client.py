@@ -153,23 +153,24 @@ class WandbClient:
         if self._ended:
             return
         self._ended = True
-        timer = threading.Timer(END_LIMIT_S, self._kill)
-        timer.daemon = True
-        timer.start()
         asyncer = self.wandb.sdk.wandb_setup.singleton().asyncer
-        # If wandb-core has been killed the library fails at this, or asks its process to exit. Its session is ended all
-        # the same, but for its thread, its log, and the key, which it forgets when it is asked again.
-        for _ in range(2):
-            with contextlib.suppress(Exception, SystemExit):
-                self.wandb.teardown()
-        with contextlib.suppress(Exception):
-            asyncer.join()
+
+        def take_down() -> None:
+            # If wandb-core has been killed the library fails at this, or asks its process to exit. Its session is ended
+            # all the same, but for its thread, its log, and the key, which it forgets when it is asked again.
+            for end in (self.wandb.teardown, self.wandb.teardown, asyncer.join):
+                with contextlib.suppress(Exception, SystemExit):
+                    end()
+
+        ending = threading.Thread(target=take_down, daemon=True)
+        ending.start()
+        ending.join(END_LIMIT_S)
+        self._kill()
+        ending.join(END_LIMIT_S)  # one that hangs all the same is left behind
         log = logging.getLogger("wandb")
         for handler in [handler for handler in log.handlers if isinstance(handler, logging.FileHandler)]:
             log.removeHandler(handler)
             handler.close()
-        timer.cancel()
-        self._kill()
         atexit.unregister(self._kill)
         self._put_back()
 

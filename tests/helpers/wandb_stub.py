@@ -141,6 +141,7 @@ class WandbStub:
             "HOME": str(home),
             "NETRC": str(home / "netrc"),
             "NO_PROXY": "127.0.0.1",
+            "WANDB_ERROR_REPORTING": "false",
             # The client's own pace is 15 s between two requests, and up to a minute between two tries; it takes whole
             # seconds only.
             "WANDB__FILE_STREAM_TRANSMIT_INTERVAL": "1",

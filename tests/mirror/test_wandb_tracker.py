@@ -167,7 +167,7 @@ def test_a_row_below_the_floor_is_never_dropped_silently(line: Line) -> None:
         ("UpsertBucket", 403, "permission denied", Refuses),
         pytest.param("UpsertBucket", 404, "no such project", Refuses, marks=pytest.mark.slow),
         ("RunResumeStatus", 200, "<html>pay for your Wi-Fi</html>", Away),
-        ("UpsertBucket", None, "", Away),
+        pytest.param("UpsertBucket", None, "", Away, marks=pytest.mark.slow),
     ],
 )
 def test_what_a_person_must_mend_is_told_from_what_passes(
@@ -219,6 +219,7 @@ def test_the_clients_process_may_be_killed(line: Line, stub: WandbStub) -> None:
     assert line.whole(7)
 
 
+@pytest.mark.slow
 def test_killed_before_its_rows_are_taken_the_next_one_finds_where_to_go_on(
     line: Line, stub: WandbStub, start: Callable[[], Driver]
 ) -> None:
@@ -274,6 +275,7 @@ def test_failures_that_pass_lose_nothing(line: Line, stub: WandbStub) -> None:
     assert stub.requests["file_stream"] > 4
 
 
+@pytest.mark.slow
 def test_closing_has_a_limit_while_the_service_is_away(line: Line, stub: WandbStub) -> None:
     line.open(known=False)
     line.send(0, 2)
@@ -337,6 +339,7 @@ def test_reading_tells_what_is_there_and_nothing_else(line: Line, stub: WandbStu
     line.driver("close")
 
 
+@pytest.mark.slow
 def test_a_run_is_marked_as_superseded_open_or_not(line: Line, stub: WandbStub) -> None:
     line.open(known=False)
     line.send(0, 1)
