@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -130,7 +131,7 @@ class RowOrder:
     """The complete order of one cycle at one row length: row -> (source, window of the source's cycle stream).
 
     `segment_windows[s]` is the number of windows of source s in each of the cycle's segments. Seeking costs the one
-    segment's permutations that a row falls into, wherever it is.
+    segment's permutations that a row falls into, wherever it is. Any thread may ask: rows are read ahead in one.
     """
 
     def __init__(
@@ -152,24 +153,34 @@ class RowOrder:
         self.segment_rows = sum(self.shares) * segment_units * windows_a_unit
         self.rows = self.segment_rows * segments
         self._permutations: OrderedDict[tuple[int, int], npt.NDArray[np.int64]] = OrderedDict()
+        self._permutations_lock = threading.Lock()
 
     def _permutation(self, segment: int, source: int) -> npt.NDArray[np.int64]:
         key = (segment, source)
-        if key not in self._permutations:
-            windows = int(self.segment_windows[source])
-            self._permutations[key] = window_permutation(
-                self.seed, self.cycle, segment, self.sources[source], self.row_tokens, windows
-            )
-            if len(self._permutations) > 2 * len(self.sources):  # an update spans two segments at most, usually
-                self._permutations.popitem(last=False)
-        self._permutations.move_to_end(key)
-        return self._permutations[key]
+        with self._permutations_lock:  # or another thread's newest one takes the place of that which is found here
+            if key not in self._permutations:
+                windows = int(self.segment_windows[source])
+                self._permutations[key] = window_permutation(
+                    self.seed, self.cycle, segment, self.sources[source], self.row_tokens, windows
+                )
+                if len(self._permutations) > 2 * len(self.sources):  # an update spans two segments at most, usually
+                    self._permutations.popitem(last=False)
+            self._permutations.move_to_end(key)
+            return self._permutations[key]
+
+    def sources_of(self, first: int, last: int) -> npt.NDArray[np.int32]:
+        """Rows first ... last-1: source indices."""
+        return self._places(first, last)[0]
+
+    def _places(self, first: int, last: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Rows first ... last-1: source indices, and each row's number among its source's. Raises `Refusal`."""
+        if not 0 <= first <= last <= self.rows:
+            raise Refusal(f"cycle {self.cycle} has rows 0 ... {self.rows - 1}; asked for {first} ... {last - 1}")
+        return locate_rows(self.shares, first, last)
 
     def locate(self, first: int, last: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Rows first ... last-1: source indices, and windows counted from the start of the cycle's stream."""
-        if not 0 <= first <= last <= self.rows:
-            raise Refusal(f"cycle {self.cycle} has rows 0 ... {self.rows - 1}; asked for {first} ... {last - 1}")
-        sources, ordinals = locate_rows(self.shares, first, last)
+        sources, ordinals = self._places(first, last)
         windows = np.empty_like(ordinals)
         for segment in range(first // self.segment_rows, -(-last // self.segment_rows)):
             start, end = segment * self.segment_rows - first, (segment + 1) * self.segment_rows - first

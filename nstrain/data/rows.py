@@ -146,7 +146,7 @@ class CycleRows:
 
     def sources_of(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Source of each of rows first ... last-1, as indices into the line's `source_names`."""
-        return self.source_ids[self.order.locate(first, last)[0]]
+        return self.source_ids[self.order.sources_of(first, last)]
 
     def read(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Rows first ... last-1 as [last - first, row_tokens + 1]: inputs are [:, :-1], targets [:, 1:]."""

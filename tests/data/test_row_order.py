@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import hashlib
 import itertools
 import json
+import time
+from collections import OrderedDict
 from fractions import Fraction
 
 import numpy as np
@@ -242,3 +245,29 @@ def test_rows_that_are_not_there_are_refused(first: int, last: int) -> None:
 def test_a_row_length_that_does_not_divide_the_unit_is_refused(row_tokens: int) -> None:
     with pytest.raises(Refusal, match="do not divide"):
         make_order((1, 1), row_tokens=row_tokens)
+
+
+class GivesWay(OrderedDict[tuple[int, int], np.ndarray]):
+    """Lets other threads go on between a look and what follows from it."""
+
+    def __contains__(self, key: object) -> bool:
+        found = super().__contains__(key)
+        time.sleep(0)
+        return found
+
+
+def test_threads_may_ask_for_rows_of_segments_far_apart() -> None:
+    """Rows are read ahead in one: what it puts into the cache takes the place of what another is about to use."""
+    order, segments = make_order((1, 1, 1), segments=40), 40
+    order._permutations = GivesWay()
+    rows = order.segment_rows
+    alone = make_order((1, 1, 1), segments=segments)
+    expected = [alone.locate(segment * rows, (segment + 1) * rows)[1].tolist() for segment in range(segments)]
+
+    def ask(first: int) -> bool:
+        places = [(first + step // 2) % segments for step in range(2 * segments)]
+        return all(order.locate(s * rows, (s + 1) * rows)[1].tolist() == expected[s] for s in places)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(ask, range(0, segments, 10)))
+    assert order.sources_of(5, 50).tolist() == order.locate(5, 50)[0].tolist()
