@@ -17,7 +17,7 @@ from nstrain.base.errors import Refusal
 from nstrain.data.budget import refuse_too_small
 from nstrain.data.init import EMPTY_STATE, LINE_DIRECTORIES
 from nstrain.data.line import DataLine, Fork
-from nstrain.data.manifest import cycle_manifest, refuse_edited_past
+from nstrain.data.manifest import cycle_manifest, last_prepared, refuse_edited_past
 from nstrain.data.schedule import Piece, Schedule, make_piece
 from nstrain.data.val import load_index, sealed_index
 from nstrain.settings.model import dump
@@ -104,6 +104,6 @@ def planned_fork(work: Path, trunk: DataLine, at_cycle: int, schedule: tuple[Pie
 
 def _forked_manifest(trunk: DataLine, at_cycle: int) -> dict[str, Any]:
     path = trunk.manifest_path(at_cycle)
-    if not path.exists():
+    if not path.exists() and at_cycle > last_prepared(trunk):
         raise Refusal(f"{trunk.work}: cycle {at_cycle} has not been prepared; fork after one that has, or prepare it")
     return cycle_manifest(trunk, at_cycle)

@@ -138,7 +138,7 @@ def _state_at_cycle_end(paths: LinePaths, cycle: int) -> dict[str, Any]:
     """state.json of the parent's checkpoint at a cycle's end. Raises `Refusal` naming the cycles that have one."""
     latest, ends = read_latest(paths), {}
     for update in paths.checkpoint_updates():
-        if latest is not None and update <= latest:
+        if latest is None or update <= latest:  # without it the line goes on from the highest number
             state = read_state(paths.checkpoint(update))
             position = state["position"]
             if position["row"] == 0 and position["cycle"] > 1 and position["previous"] is not None:

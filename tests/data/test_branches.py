@@ -225,6 +225,9 @@ def test_a_fork_that_cannot_be_is_refused_and_leaves_nothing(trunk: DataLine, tm
     with pytest.raises(Refusal, match="exists already"):
         branch_line(trunk.work, trunk.work, FORK, 640)
     assert contents(trunk.work) == before
+    trunk.manifest_path(FORK).unlink()
+    with pytest.raises(Refusal, match=rf"no such manifest; restore it from a copy, or .*--until {FORK}"):
+        branch_line(work, trunk.work, FORK, 640)
 
 
 def test_a_trunk_whose_past_was_edited_is_no_place_to_fork_from(trunk: DataLine, tmp_path: Path) -> None:

@@ -370,6 +370,16 @@ def test_a_checkpoint_that_the_record_or_the_data_line_does_not_fit_is_no_place_
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_trunk_that_lost_its_latest_has_its_ends_of_cycles(trunk: LinePaths, tmp_path: Path) -> None:
+    latest = trunk.latest.read_bytes()
+    trunk.latest.unlink()
+    try:
+        with pytest.raises(Refusal, match="no checkpoint at the end of data cycle 2; it has those of cycles 1"):
+            branch(trunk, tmp_path, at_cycle=2)
+    finally:
+        trunk.latest.write_bytes(latest)
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"branches": [{"run": "b"}]}'])
 def test_a_damaged_list_of_branches_is_told_before_anything_is_made(
     trunk: LinePaths, tmp_path: Path, content: bytes
