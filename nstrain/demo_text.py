@@ -50,7 +50,7 @@ def demo_sources() -> list[dict[str, Any]]:
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     spec = importlib.util.find_spec("torch")  # found, not imported
     if spec is None or spec.origin is None:
-        raise Refusal("torch is not installed; pip install 'neuronspark-trainer[run]'")
+        raise Refusal("torch is not installed; pip install -e '.[run]'")
     packages = Path(spec.origin).parent.parent
     common = {"kind": "local", "held_out": 0.06}
     return [

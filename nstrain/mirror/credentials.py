@@ -19,7 +19,7 @@ from nstrain.mirror.contract import ServiceRefuses
 from nstrain.settings.run import TrackerSettings
 
 PACKAGE = "wandb"
-INSTALL = "pip install 'neuronspark-trainer[wandb]'"
+INSTALL = "pip install 'wandb>=0.28.1,<0.32'"
 OLDEST = (0, 28, 1)
 """What stands below has lost rows, or has hung (docs/decisions/0002-dependencies.md)."""
 TESTED_BELOW = (0, 32)
