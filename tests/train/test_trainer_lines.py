@@ -134,12 +134,12 @@ def test_what_happens_in_an_update_happens_in_order(line: LinePaths, monkeypatch
     events: list[tuple[str, int]] = []
     commit, submit = Journal.commit, BackgroundWriter.submit
 
-    def watched_commit(journal: Journal, update: int, readings: Any) -> Any:
+    def watched_commit(journal: Journal, update: int, readings: Any, may_differ: bool) -> Any:
         assert ("val_32/mix" in readings) == (update % 8 == 0 or update % 13 == 0)
         if update == 1:
             assert line.latest.read_text().strip() == "u00000000"
         events.append(("row", update))
-        return commit(journal, update, readings)
+        return commit(journal, update, readings, may_differ)
 
     def watched_submit(writer: BackgroundWriter, checkpoint: Checkpoint, ready: Any) -> None:
         events.append(("checkpoint", checkpoint.state["update"]))
