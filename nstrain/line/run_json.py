@@ -32,12 +32,16 @@ def refuse_no_line(run: Path) -> None:
 
 
 def load_settings(paths: LinePaths) -> RunSettings:
-    """A line's run.json. Raises `Refusal`, with what mends it if it cannot even be read."""
+    """A line's run.json. Raises `Refusal` with what mends it."""
     from nstrain.settings.model import validate  # pydantic, which `nstrain status` does without
     from nstrain.settings.run import RunSettings
 
     refuse_no_line(paths.root)
-    return validate(RunSettings, read_run_json(paths), str(paths.run_json))
+    value = read_run_json(paths)
+    try:
+        return validate(RunSettings, value, str(paths.run_json))
+    except Refusal as error:
+        raise Refusal(f"{error}; mend it, or {_restore(paths)}") from None
 
 
 def read_run_json(paths: LinePaths) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -273,3 +274,23 @@ def test_lost_rows_are_seen_before_a_launch(trained: LinePaths, until: int | Non
     else:
         type_in(found.message)
         assert not refused_by_check(trained)
+
+
+def test_a_bit_of_run_json_anywhere_is_read_as_it_is_or_refused_with_a_remedy(prepared: LinePaths) -> None:
+    """Whatever becomes of the JSON: none, of another form, with a number or a name that does not fit the others."""
+    whole = prepared.run_json.read_bytes()
+    places = random.Random(random.SystemRandom().random()).sample(range(len(whole)), min(len(whole), 250))
+    for place in places:
+        flipped = bytearray(whole)
+        flipped[place] ^= 1
+        prepared.run_json.write_bytes(flipped)
+        told = _refusal_of(prepared)
+        assert told is None or (REMEDY.search(told) and str(prepared.run_json) in told), f"byte {place}: {told}"
+
+
+def _refusal_of(paths: LinePaths) -> str | None:
+    try:
+        load_settings(paths)
+    except Refusal as error:
+        return str(error)
+    return None

@@ -32,7 +32,7 @@ def supervise() -> Iterator[Callable[..., SupervisorProcess]]:
     started: list[SupervisorProcess] = []
 
     def begin(paths: LinePaths, trainer: str = "real") -> SupervisorProcess:
-        started.append(SupervisorProcess(paths, trainer, "real"))
+        started.append(SupervisorProcess(paths, trainer, "real", "works"))
         return started[-1]
 
     yield begin
