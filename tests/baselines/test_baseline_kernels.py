@@ -101,6 +101,7 @@ for card in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow  # the baselines' kernels change seldom
 def test_every_kernel_compiles_for_every_card_and_does_not_spill(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
