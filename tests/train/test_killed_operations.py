@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from killed_process import killed_at
 from real_line import journal_summary, make_data_line, make_run, prepare, rows_of, run_here, tensors_of
 
-from nstrain.base import killpoints
 from nstrain.base.errors import ExitCode
 from nstrain.line.branches import read_branches
 from nstrain.line.paths import LinePaths
@@ -34,25 +29,6 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare(data.work, 1)
     assert run_here(make_run(root / "run", data)) == ExitCode.DONE
     return root
-
-
-def killed_at(where: str, work: Callable[[], object]) -> bool:
-    """Do something in a process that is killed at a step, given as area:n; whether it got that far."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            killpoints.arm(where)
-            work()
-        except BaseException:
-            traceback.print_exc(file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
-    status = os.waitpid(pid, 0)[1]
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return True
-    assert os.WEXITSTATUS(status) == 0
-    return False
 
 
 @pytest.mark.parametrize("area", ["checkpoint", "journal"])

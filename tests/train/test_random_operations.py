@@ -7,20 +7,15 @@ a part in the other's updates, at the update from which on it had.
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import signal
-import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from killed_process import killed_at
 from real_line import change_run, journal_summary, make_data_line, make_run, prepare, rows_of, run_here, tensors_of
 
-from nstrain.base import killpoints
 from nstrain.base.errors import ExitCode
 from nstrain.data.consumers import read_consumers, write_consumer
 from nstrain.data.cycles import cycles_on_disk
@@ -56,22 +51,6 @@ def whole(fresh: DataLine, tmp_path_factory: pytest.TempPathFactory) -> DataLine
     prepare(work, CYCLES)
     write_consumer(work, "keeper", 1, 0, 0, work)
     return DataLine.open(work)
-
-
-def killed(where: str, work: Callable[[], object]) -> bool:
-    """Do something in a process that is killed at a kill point, given as area:n; whether it got that far."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            killpoints.arm(where)
-            work()
-        except BaseException:
-            traceback.print_exc(file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
-    status = os.waitpid(pid, 0)[1]
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
 class Disturbed:
@@ -115,7 +94,7 @@ class Disturbed:
     def train(self, updates: int, kill: str) -> None:
         at = self.stands_at()
         if at != read_latest(self.paths):  # the consumer's entry goes back, and cycles that were deleted are made again
-            assert not killed("", lambda: run_here(self.paths, stop_after=at or 0))
+            assert not killed_at("", lambda: run_here(self.paths, stop_after=at or 0))
         self.prepare()
         self.history = [piece for piece in self.history if at is not None and piece[0] < at] or self.history[:1]
         if at is None:
@@ -123,7 +102,7 @@ class Disturbed:
         if not self.history or self.history[-1][1] != self.run_json:
             self.history.append((at or 0, self.run_json))
         until = (at or 0) + updates
-        if not killed(kill, lambda: run_here(self.paths, stop_after=until)):
+        if not killed_at(kill, lambda: run_here(self.paths, stop_after=until)):
             assert verify_line(self.paths.root).ok
             assert self.stands_at() == read_latest(self.paths) == min(until, LAST_UPDATE)
             rolling = [item for item in list_checkpoints(self.paths) if item.kept is False and not item.set_aside]
@@ -134,7 +113,7 @@ class Disturbed:
         if at is not None and self.paths.latest.exists() and read_latest(self.paths) == at:
             to = self.draw.choice(self.paths.checkpoint_updates()[:3])
             where = f"{self.draw.choice(['checkpoint', 'journal'])}:{self.draw.randint(1, 5)}"
-            if to <= at and not killed(where, lambda: roll_back(self.paths.root, to)):
+            if to <= at and not killed_at(where, lambda: roll_back(self.paths.root, to)):
                 assert rows_of(self.paths)[-1]["update"] == to
 
     def edit(self) -> None:
