@@ -61,8 +61,9 @@ class Copier:
         self._tell, self.clock, self.pace = tell, clock, pace or MirrorPace()
         self.file = StateFile(paths, clock.unix)
         self._failures = 0
+        """In a row."""
         self._verified_before = _number(self.file.state.verified_through) if self.file.begun else -1
-        """When it last failed, or was found to do well."""
+        """What was verified when it last failed, or was found to do well."""
         self._told_of_refusal = self._told_after_long = self._told_of_mark = False
         self._told_differences = 0
 

@@ -130,12 +130,12 @@ def fixed_values(settings: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def other_rows(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+def other_rows(old: Mapping[str, Any], new: Mapping[str, Any], made: Sequence[AppliedChange] = ()) -> bool:
     """Whether two run.json of a line may differ in what rows they give: in a field that it keeps for life, in how rows
-    go through the device (which decides the order of sums), or in when is validated. Where its data line lies decides
-    nothing."""
-    decisive = {*FIXED_FIELDS, "lengths"} - {"data"}
-    return any(old.get(name) != new.get(name) for name in decisive)
+    go through the device (which decides the order of sums), or in when is validated; or, by the changes that were
+    `made` between them, in the held-out text. Where its data line lies, and where its record goes, decide nothing."""
+    decisive = {*FIXED_FIELDS, "lengths", HELD_OUT} - {"data", "tracker"}
+    return any(change.field in decisive for change in made) or any(old.get(name) != new.get(name) for name in decisive)
 
 
 def _spent_note(name: str, changes: Changes, spent: Mapping[str, int]) -> str:

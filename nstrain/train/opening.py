@@ -159,17 +159,16 @@ def _make_trainer(
     refuse_lost_rows(paths, newest, journal.last_update())
     held_out = held_out_digest(data)
     state = LineState(Position(0, 1, 0), 0, FIRST_GENERATION, None, held_out=held_out)
-    edited = (
-        True  # before its first checkpoint a line may be edited as one likes, and update 0 be recorded all the same
-    )
+    edited = True  # before its first checkpoint a line may be edited as one likes, though update 0 may be recorded
     if checkpoint is not None:
         refuse_abandoned(paths, checkpoint.state, journal.generation_at)
         state = LineState.from_json(checkpoint.state)
         before = state.changes
         changes = refuse_other_line(checkpoint.state, settings, str(newest), held_out)
-        for change in changes.applied[len(before.applied) :]:
+        made = changes.applied[len(before.applied) :]
+        for change in made:
             print(f"changed on purpose after update {change.update}: {change.describe()}", flush=True)
-        edited = len(changes.applied) > len(before.applied) or other_rows(checkpoint.state["settings"], dump(settings))
+        edited = other_rows(checkpoint.state["settings"], dump(settings), made)
         state = dataclasses.replace(state, changes=changes, held_out=held_out)
         refuse_other_manifest(state, data)
         for difference in changed_libraries(checkpoint.state, settings.device):

@@ -11,7 +11,7 @@ import pytest
 from run_json import BASE, RAMP, RATES, changed, settings
 
 from nstrain.base.errors import Refusal
-from nstrain.settings.changes import AppliedChange, Changes, settle_changes
+from nstrain.settings.changes import AppliedChange, Changes, other_rows, settle_changes
 from nstrain.settings.model import dump
 from nstrain.settings.run import FIXED_FIELDS, NEVER_CHANGED
 
@@ -259,3 +259,20 @@ def test_the_place_of_a_data_line_that_cannot_be_read_is_not_judged() -> None:
     assert settle_changes({**trained(), "held_out": "aa"}, moved, "run.json") == Changes((), {})
     with pytest.raises(Refusal, match=r"data.work was .* and is now '/elsewhere'"):
         settle_changes(trained(), moved, "run.json", "aa")
+
+
+def test_which_edits_decide_rows() -> None:
+    old = dump(settings())
+    lengths = {name: {**length, "micro_rows": length["micro_rows"] + 1} for name, length in old["lengths"].items()}
+    tracker = {"service": "wandb", "project": "p", "entity": None, "base_url": None}
+    for name, value, decides in (
+        ("lengths", lengths, True),
+        ("validation", {**old["validation"], "every_updates": 99}, True),
+        ("optimizer", {**old["optimizer"], "clip_norm": 0.5}, True),
+        ("data", {**old["data"], "work": "/elsewhere"}, False),
+        ("tracker", tracker, False),
+        ("print_every", 99, False),
+    ):
+        assert other_rows(old, {**old, name: value}) == decides, name
+    assert not other_rows(old, old, (AppliedChange("tracker", 12, 1, None, tracker),))
+    assert other_rows(old, old, (AppliedChange("held_out", 12, 1, "aa", "bb"),))
